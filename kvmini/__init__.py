@@ -1,0 +1,18 @@
+"""kvmini: KV-cache quantization, small enough to read in an evening.
+
+Reading order: axes, packing, rounding, quantizers/base, quantizers/uniform, rope, attention, store, cache,
+policies, model, tokenizer, weights, metrics, evaluate, experiments, plots, __main__. A file imports only
+what comes before it.
+"""
+
+from kvmini import policies
+from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache
+from kvmini.errors import KvminiError
+from kvmini.model import Config, Llama, generate
+from kvmini.quantizers.base import Quantizer, Stored
+from kvmini.quantizers.uniform import UniformQuantizer
+from kvmini.rope import Rope
+from kvmini.store import Side
+
+__all__ = ["CachePolicy", "Config", "KVCache", "KvminiError", "Llama", "QuantizedKVCache", "Quantizer", "Rope", "Side",
+           "Stored", "UniformQuantizer", "generate", "policies"]

@@ -1,0 +1,188 @@
+"""The cache: what attention remembers, exact or quantized.
+
+`KVCache` and `QuantizedKVCache` are one cache with two kinds of store in it; the difference is to be read
+in `store.py`. Keys and queries come unrotated: the cache owns positions and rotates. It does not decide
+how numbers are stored (quantizers) or when (stores). Next file: `policies.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmini.attention import View, attention
+from kvmini.errors import KvminiError, count_of
+from kvmini.quantizers.base import Stored
+from kvmini.rope import Rope
+from kvmini.store import PREFILLS, ExactStore, QuantizedStore, Side
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """One side for keys, one for values, the first `sinks` tokens exact, keys stored before RoPE or after.
+
+    `prefill` says what the queries of a call of more than one token see (`QuantizedStore.append`): "exact" as
+    deployed, "streamed" as if tokens came one at a time, "all" as in the papers' ablation tables.
+
+    Raises:
+        KvminiError for a negative number of sinks or an unknown prefill mode.
+    Example:
+        >>> from kvmini import CachePolicy, Side, UniformQuantizer
+        >>> keys = Side(UniformQuantizer(2, "per_channel", 32), residual_length=128)
+        >>> values = Side(UniformQuantizer(2, "per_token", 32), residual_length=128)
+        >>> CachePolicy(keys, values, sinks=4, pre_rope=True).prefill
+        'exact'
+    """
+
+    key: Side
+    value: Side
+    sinks: int = 0
+    pre_rope: bool = False
+    prefill: str = "exact"
+
+    def __post_init__(self):
+        if self.sinks != 0:
+            count_of(self.sinks, "sinks (0 keeps none)")
+        if self.prefill not in PREFILLS:
+            raise KvminiError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
+
+
+class KVCache:
+    """Every key (rotated) and value, exact.
+
+    Shapes:
+        q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`, S new tokens a call; every layer takes the same calls.
+    Raises:
+        KvminiError for tensors that do not fit each other or what the cache holds, and for a crop or a
+        batch row outside of it.
+    Example:
+        >>> cache = KVCache(n_layers=1, rope=Rope(head_dim=8))
+        >>> q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+        >>> cache.attend(0, q, k, v).shape, cache.length, cache.nbytes
+        (torch.Size([1, 4, 5, 8]), 5, 640)
+    """
+
+    pre_rope = False
+
+    def __init__(self, n_layers: int, rope: Rope):
+        self.rope = rope
+        self.keys = [ExactStore() for _ in range(n_layers)]
+        self.values = [ExactStore() for _ in range(n_layers)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> Tensor:
+        """The one door: append, attend, hand over. (`layer_input` is for a cache that keeps it instead of k and v.)"""
+        first = self.values[layer].length
+        keys, values = self.append(layer, k, v)
+        return attention(self.rope.apply(q, range(first, first + q.shape[-2])), keys, values, first)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[View, View]:
+        """Append tokens without attending; returns rotated keys and values as this call's queries see them."""
+        first = self.values[layer].length
+        self._check_new(layer, k, v)
+        if not self.pre_rope:
+            k = self.rope.apply(k, range(first, first + k.shape[-2]))
+        try:
+            keys, values = self.keys[layer].append(k), self.values[layer].append(v)
+        except KvminiError as error:
+            raise KvminiError(f"layer {layer}: {error}") from None
+        return keys.map(self._rotate_stored), values
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values `[B, Hkv, length, D]` as attention sees them now."""
+        if not self.values[layer].length:
+            raise KvminiError("nothing to read: the cache is empty")
+        return self._rotate_stored(self.keys[layer].read()), self.values[layer].read()
+
+    def crop(self, n: int) -> None:
+        """Keep the first n tokens only."""
+        if not 0 <= n <= self.length:
+            raise KvminiError(f"cannot crop to {n} tokens: the cache holds {self.length}")
+        for store in self._stores():
+            if store.length:
+                store.crop(n)
+
+    def reorder(self, rows: Tensor | list[int]) -> None:
+        """Replace batch row i by row rows[i] (beams)."""
+        rows, B = torch.as_tensor(rows), self.read(0)[1].shape[0]
+        if rows.dtype != torch.long or rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= B:
+            raise KvminiError(f"rows must be a list of batch rows 0 .. {B - 1}, not {rows.tolist()}")
+        for store in self._stores():
+            store.reorder(rows)
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer holds (within a call the first layers are ahead of the last)."""
+        return self.values[-1].length
+
+    @property
+    def positions(self) -> range:
+        """Positions of the live tokens."""
+        return range(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use: exact parts, and packed bodies with all their overheads."""
+        return sum(x.nbytes for x in self._exact()) + sum(body.nbytes for body in self._bodies())
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Bytes of all storage that the cache keeps alive."""
+        parts = [part for body in self._bodies() for part in body.parts.values()]
+        storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in (*self._exact(), *parts))}
+        return sum(storages.values())
+
+    @property
+    def body_bits_per_element(self) -> float | None:
+        """All bits of the packed bodies over the elements in them; None while they are empty."""
+        elements = sum(body.n_elements for body in self._bodies())
+        return 8 * sum(body.nbytes for body in self._bodies()) / elements if elements else None
+
+    def bits_per_element(self, window_bits: int | None = None) -> float:
+        """All bits over all live elements; exact parts as they are held, or counted at `window_bits` each."""
+        exact = sum(x.numel() * (window_bits or 8 * x.element_size()) for x in self._exact())
+        elements = sum(store.n_elements for store in self._stores())
+        return (exact + 8 * sum(body.nbytes for body in self._bodies())) / elements if elements else 0.0
+
+    def _stores(self) -> list[ExactStore | QuantizedStore]:
+        return [*self.keys, *self.values]
+
+    def _exact(self) -> list[Tensor]:
+        return [x for store in self._stores() for x in store.exact]
+
+    def _bodies(self) -> list[Stored]:
+        return [store.body for store in self._stores() if store.body is not None]
+
+    def _rotate_stored(self, k: Tensor) -> Tensor:
+        return self.rope.apply(k, range(k.shape[-2])) if self.pre_rope else k
+
+    def _check_new(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
+            raise KvminiError("keys and values must be alike, [B, Hkv, S, D], not "
+                              f"{k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
+        for old in self.values[layer].exact:
+            if (old.shape[:2], old.shape[3], old.dtype) != (v.shape[:2], v.shape[3], v.dtype):
+                B, Hkv, _, D = old.shape
+                raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "
+                                  f"{v.dtype} {list(v.shape)}")
+
+
+class QuantizedKVCache(KVCache):
+    """The same cache with its sides quantized as a policy says: sinks | packed body | recent window.
+
+    Nothing keeps a float copy of what was handed over, and what is stored never depends on how the
+    sequence was cut into calls.
+
+    Example:
+        >>> from kvmini import UniformQuantizer
+        >>> side = Side(UniformQuantizer(2, "per_token", 8))
+        >>> cache = QuantizedKVCache(1, Rope(head_dim=8), CachePolicy(side, side))
+        >>> k = v = torch.randn(1, 2, 5, 8)
+        >>> _ = cache.append(0, k, v)
+        >>> cache.nbytes, cache.body_bits_per_element      # 2 bytes of codes, 4 of scale and minimum
+        (120, 6.0)
+    """
+
+    def __init__(self, n_layers: int, rope: Rope, policy: CachePolicy):
+        self.rope, self.pre_rope = rope, policy.pre_rope
+        self.keys = [QuantizedStore(policy.key, n, policy.sinks, policy.prefill) for n in range(n_layers)]
+        self.values = [QuantizedStore(policy.value, n, policy.sinks, policy.prefill) for n in range(n_layers)]

@@ -1,0 +1,110 @@
+"""Errors, each taken twice: on the stored tensor, and where attention consumes it.
+
+    keys     stored: k against k_hat      consumed: attention weights, exact queries
+    values   stored: v against v_hat      consumed: attention output, exact weights
+
+An error is |x - x_hat| / |x| in percent, one Frobenius norm per head over its matrix; mean over heads,
+then over layers. The stored error is over all tokens of the final cache (exact windows count as error
+0); the consumed one is over what each query really sees. Next file: `evaluate.py`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvmini.attention import CHUNK, View, attention_weights, weighted_sum
+from kvmini.cache import CachePolicy, KVCache
+from kvmini.errors import KvminiError
+from kvmini.model import Llama
+from kvmini.rope import Rope
+
+ERRORS = ("key_error", "score_error", "value_error", "output_error")
+
+
+class Tap(KVCache):
+    """An exact cache that shows each call's unrotated q, k and v before it attends.
+
+    Example:
+        >>> tap = Tap(1, Rope(8), lambda layer, q, k, v: print(layer, tuple(k.shape)))
+        >>> _ = tap.attend(0, torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8))
+        0 (1, 1, 3, 8)
+    """
+
+    def __init__(self, n_layers: int, rope: Rope, on_attend: Callable[[int, Tensor, Tensor, Tensor], None]):
+        super().__init__(n_layers, rope)
+        self.on_attend = on_attend
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> Tensor:
+        self.on_attend(layer, q, k, v)
+        return super().attend(layer, q, k, v, layer_input)
+
+
+def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
+    """|x - x_hat|_F / |x|_F of the last two dimensions, in percent.
+
+    Shapes:
+        `[..., T, D]` twice -> `[...]`
+    Example:
+        >>> relative_error(torch.full((2, 2), 4.0), torch.full((2, 2), 5.0)).item()
+        25.0
+    """
+    return _percent(_energy(x - x_hat), _energy(x))
+
+
+def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[KVCache]) -> Tensor:
+    """The four errors that each of some empty caches makes on one layer's tensors, given in one call.
+
+    Shapes:
+        q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`, unrotated -> float64 `[caches, 4]`, in the order of ERRORS
+    Raises:
+        KvminiError if a cache already holds tokens of that layer.
+    Source:
+        KIVI (arXiv 2402.02750), Table 2; norms per head as stated at the top of this file.
+    """
+    if any(cache.values[layer].length for cache in caches):
+        raise KvminiError("errors are measured from the first token on: the caches must be empty")
+    S, rope = q.shape[-2], caches[0].rope
+    views = [cache.append(layer, k, v) for cache in caches]
+    stored = [cache.read(layer) for cache in caches]
+    q, k = rope.apply(q, range(S)), rope.apply(k, range(S))
+    weight_energy = output_energy = 0.0
+    weight_off, output_off = [0.0] * len(caches), [0.0] * len(caches)
+    for start in range(0, S, CHUNK):
+        stop = min(S, start + CHUNK)
+        weights = attention_weights(q[..., start:stop, :], View(k[..., :stop, :]), start)
+        output = weighted_sum(weights, View(v[..., :stop, :]))
+        weight_energy, output_energy = weight_energy + _energy(weights), output_energy + _energy(output)
+        for i, (keys, values) in enumerate(views):
+            seen = attention_weights(q[..., start:stop, :], keys.rows(start, stop, stop), start)
+            weight_off[i] = weight_off[i] + _energy(seen - weights)
+            output_off[i] = output_off[i] + _energy(weighted_sum(weights, values.rows(start, stop, stop)) - output)
+    return torch.tensor([[relative_error(k, k_hat).mean(), _percent(weight_off[i], weight_energy).mean(),
+                          relative_error(v, v_hat).mean(), _percent(output_off[i], output_energy).mean()]
+                         for i, (k_hat, v_hat) in enumerate(stored)], dtype=torch.float64)
+
+
+@torch.no_grad()
+def errors(model: Llama, ids: Tensor, policies: Sequence[CachePolicy]) -> list[dict[str, float]]:
+    """The four errors of each policy on a text, in percent, averaged over heads, then layers.
+
+    One exact run feeds all policies. The policy's own `prefill` says what a query sees; with "exact" a
+    single call sees nothing stored and the consumed errors are 0, so give "streamed" or "all".
+
+    Shapes:
+        ids `[B, T]` -> per policy {key_error, score_error, value_error, output_error}
+    """
+    caches = [model.new_cache(policy) for policy in policies]
+    layers = []
+    tap = Tap(model.config.n_layers, model.config.rope,
+              lambda layer, q, k, v: layers.append(layer_errors(layer, q, k, v, caches)))
+    model(ids, tap, last_only=True)
+    return [dict(zip(ERRORS, row, strict=True)) for row in torch.stack(layers).mean(0).tolist()]
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.square().sum((-2, -1), dtype=torch.float64)
+
+
+def _percent(off: Tensor, energy: Tensor) -> Tensor:
+    return 100 * torch.where(off == 0, 0, off / energy).sqrt()  # nothing off of nothing is no error
