@@ -1,8 +1,8 @@
 """kvmini: KV-cache quantization, small enough to read in an evening.
 
 Reading order: axes, packing, rounding, quantizers/base, quantizers/uniform, rope, attention, store, cache,
-policies, model, tokenizer, weights, metrics, evaluate, experiments, plots, __main__. A file imports only
-what comes before it.
+policies, model, tokenizer, weights, metrics, evaluate, experiments, tables, plots, files, __main__. A file
+imports only what comes before it.
 """
 
 from kvmini import policies
@@ -13,6 +13,8 @@ from kvmini.quantizers.base import Quantizer, Stored
 from kvmini.quantizers.uniform import UniformQuantizer
 from kvmini.rope import Rope
 from kvmini.store import Side
+from kvmini.tokenizer import Tokenizer
+from kvmini.weights import load_model
 
 __all__ = ["CachePolicy", "Config", "KVCache", "KvminiError", "Llama", "QuantizedKVCache", "Quantizer", "Rope", "Side",
-           "Stored", "UniformQuantizer", "generate", "policies"]
+           "Stored", "Tokenizer", "UniformQuantizer", "generate", "load_model", "policies"]

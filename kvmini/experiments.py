@@ -1,13 +1,11 @@
 """The experiments: one function per claim of the article, each returning rows.
 
-A row is a dict with the keys of the JSON files; printing is `__main__.py`'s business, drawing `plots.py`'s.
-So far: `ablation`, the headline. Next file: `plots.py`.
+A row is a dict with the keys of the JSON files; `tables.py` puts it into words, `plots.py` into a picture.
+So far: `ablation`, the headline. Next file: `tables.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
-from math import log
 from typing import Any
 
 import torch
@@ -35,6 +33,20 @@ def prose(name: str) -> str:
         True
     """
     return (resources.files("kvmini") / "data" / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def text_ids(tokenizer: Tokenizer, text: str, tokens: int, model: Llama) -> torch.Tensor:
+    """The first `tokens` tokens of a text, `[1, tokens]`.
+
+    Raises:
+        KvminiError if the text, or the model's context, is shorter.
+    """
+    if tokens > model.config.context_length:
+        raise KvminiError(f"{tokens} tokens are past the model's context of {model.config.context_length}")
+    ids = tokenizer.encode(text)
+    if len(ids) < tokens:
+        raise KvminiError(f"the text has only {len(ids)} tokens of the {tokens} asked for: give a longer text or fewer")
+    return torch.tensor([ids[:tokens]])
 
 
 def ablation_policies(n_bits: int = 2, group_size: int = 32) -> dict[str, CachePolicy | None]:
@@ -91,41 +103,6 @@ def ablation(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, policies: di
     return rows
 
 
-def ablation_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rows say, in sentences; every figure and every verdict is computed from them."""
-    by_name = {row["name"]: row for row in rows}
-    exact, right = by_name["exact"]["perplexity"], by_name[RIGHT]
-    four = sorted((by_name[f"K {key} V {value}"] for key, value in AXIS_CHOICES), key=lambda row: row["perplexity"])
-    best, worst = four[0], four[-1]
-    found = [f"Same bits, different axes: perplexity {best['perplexity']:.1f} ({best['name']}) to "
-             f"{worst['perplexity']:.1f} ({worst['name']}), {worst['perplexity'] / best['perplexity']:.1f} times; "
-             f"exact {exact:.1f}."]
-    token, channel = right, by_name["K per_channel V per_channel"]
-    stored, consumed = (_prefers(token[error], channel[error]) for error in ("value_error", "output_error"))
-    found.append(f"Values: the stored error prefers {stored} ({token['value_error']:.1f}% per_token, "
-                 f"{channel['value_error']:.1f}% per_channel), the consumer prefers {consumed} "
-                 f"({token['output_error']:.1f}% and {channel['output_error']:.1f}%)"
-                 + ("." if stored == consumed else ": the stored error points the wrong way."))
-    before, gap, gains = right["perplexity"], log(right["perplexity"] / exact), []
-    for name in ADDED:
-        now = by_name[name]["perplexity"]
-        gains.append(f"{name} {log(before / now) / gap:.0%}")
-        before = now
-    found.append("Of the log loss that the right axes still cost, each step gives back: " + ", ".join(gains)
-                 + f" (perplexity {before:.1f}, exact {exact:.1f}).")
-    key_cost = by_name["K per_token V per_token"]["perplexity"] / right["perplexity"]
-    value_cost = channel["perplexity"] / right["perplexity"]
-    here = "key" if key_cost > value_cost else "value"
-    found.append(f"A wrong axis for keys multiplies perplexity by {key_cost:.2f}, for values by {value_cost:.2f}: here the "
-                 f"{here} axis matters more. In the article (Llama-2-13B, CoQA) the value axis does: 63.53 falls to 2.88 "
-                 "by it, to 52.93 by the key axis.")
-    return found
-
-
-def _prefers(token: float, channel: float) -> str:
-    return "per_token" if token < channel else "per_channel"
-
-
 def _settings(name: str, policy: CachePolicy | None) -> dict[str, Any]:
     """A row with its settings filled in and its figures still None."""
     row = dict.fromkeys(("name", "key_axis", "value_axis", "residual_length", "sink_length", "pre_rope", "prefill",
@@ -138,17 +115,3 @@ def _settings(name: str, policy: CachePolicy | None) -> dict[str, Any]:
                 "residual_length": max(policy.key.residual_length, policy.value.residual_length),
                 "sink_length": policy.sinks, "pre_rope": policy.pre_rope, "prefill": policy.prefill}
     return row
-
-
-def text_ids(tokenizer: Tokenizer, text: str, tokens: int, model: Llama) -> torch.Tensor:
-    """The first `tokens` tokens of a text, `[1, tokens]`.
-
-    Raises:
-        KvminiError if the text, or the model's context, is shorter.
-    """
-    if tokens > model.config.context_length:
-        raise KvminiError(f"{tokens} tokens are past the model's context of {model.config.context_length}")
-    ids = tokenizer.encode(text)
-    if len(ids) < tokens:
-        raise KvminiError(f"the text has only {len(ids)} tokens of the {tokens} asked for: give a longer text or fewer")
-    return torch.tensor([ids[:tokens]])

@@ -1,12 +1,13 @@
 """The figures: one function per experiment, from rows to a matplotlib figure. Legible in greyscale.
 
-Nothing is computed here. Last file: `__main__.py`, the command line.
+Nothing is computed here. Next file: `files.py`.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from kvmini.experiments import ADDED, AXIS_CHOICES
 
@@ -29,6 +30,9 @@ def ablation(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     exact = by_name["exact"]["perplexity"]
     left.axvline(exact, color=INK, linestyle="--", linewidth=1, label=f"exact: {exact:.1f}")
     left.set(xscale="log", xlabel="perplexity (log scale; lower is better)", title="Same bits, different axes")
+    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.xaxis.set_major_formatter(ScalarFormatter())
+    left.xaxis.set_minor_formatter(NullFormatter())
     left.set_xlim(exact * 0.8, max(heights) * 1.5)
     left.invert_yaxis()
     left.legend(loc="lower right", fontsize=8)

@@ -1,0 +1,308 @@
+"""Axes, packing and the uniform quantizer."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import uniform
+
+from kvmini import KvminiError, UniformQuantizer, axes
+from kvmini.packing import pack, packed_size, unpack
+from kvmini.quantizers.base import FLOATS
+from kvmini.rounding import round_down, round_nearest, round_up
+
+AXES = ("per_token", "per_channel", "per_tensor")
+KINDS = ("normal", "outlier channel", "large mean, small spread", "constant", "huge and tiny", "subnormal", "ties")
+
+
+def tensor(kind, shape, dtype, seed):
+    """A tensor of a kind that quantizers stumble over; every value fits `dtype` and float16 scales."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random, dtype=torch.float64)
+    if kind == "outlier channel":
+        x[..., 0] *= 300
+    elif kind == "large mean, small spread":
+        x = 100 + x / 10
+    elif kind == "constant":
+        x = torch.full(shape, -2.7, dtype=torch.float64)
+    elif kind == "huge and tiny":
+        x *= 10.0 ** torch.randint(-7, 4, shape, generator=random)
+    elif kind == "subnormal":
+        x *= 1e-7
+    elif kind == "ties":
+        x = torch.randint(-8, 8, shape, generator=random) / 2.0
+    return x.to(dtype)
+
+
+def quantizers():
+    """Every axis and bit width, groups of 8, both kinds of grid."""
+    return st.builds(lambda n_bits, axis, symmetric: UniformQuantizer(max(n_bits, 1 + symmetric), axis, 8, symmetric),
+                     st.integers(1, 8), st.sampled_from(AXES), st.booleans())
+
+
+# --- axes and packing
+
+@pytest.mark.parametrize("axis", AXES)
+def test_join_undoes_split_for_any_leading_shape_and_stride(axis):
+    for shape in ((8, 16), (3, 8, 16), (2, 3, 8, 16), (2, 1, 3, 24, 8)):
+        x = torch.randn(shape)
+        for y in (x, x.transpose(-1, -2).contiguous().transpose(-1, -2), x.flip(0)[::1]):
+            groups = axes.split(y, axis, 8)
+            assert torch.equal(axes.join(groups, axis, y.shape), y)
+
+
+def test_groups_hold_neighbours_along_their_axis():
+    x = torch.arange(2 * 4 * 6).view(2, 4, 6)  # row 0 holds tokens 0..3 of channels 0..5
+    assert axes.split(x, "per_token", 3)[0, 1].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert axes.split(x, "per_channel", 2)[0, 1, 5].tolist() == [17, 23]
+    assert axes.split(x, "per_tensor", 2).shape == (2, 1, 24)
+
+
+@pytest.mark.parametrize(("axis", "size"), [("per_token", 96), ("per_channel", 33)])
+def test_a_group_that_does_not_divide_names_both_numbers(axis, size):
+    x = torch.zeros(1, 2, 33, 96)
+    with pytest.raises(KvminiError, match=f"{size}.*64"):
+        UniformQuantizer(4, axis, 64).quantize(x)
+
+
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_packing_is_lossless_and_wastes_no_byte(n_bits, n, seed):
+    codes = torch.randint(0, 2**n_bits, (2, 3, n), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    packed = pack(codes, n_bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, -(-n * n_bits // 8)) and packed.shape[-1] == packed_size(n, n_bits)
+    assert packed.untyped_storage().nbytes() == packed.numel()  # nothing hides behind the tensor
+    assert torch.equal(unpack(packed, n_bits, n), codes)
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 255), min_size=1, max_size=20))
+def test_packed_bytes_are_the_little_endian_stream_of_codes(n_bits, values):
+    codes = [value % 2**n_bits for value in values]
+    stream = sum(code << n_bits * i for i, code in enumerate(codes))
+    packed = pack(torch.tensor(codes, dtype=torch.uint8), n_bits)
+    assert bytes(packed.tolist()) == stream.to_bytes(-(-n_bits * len(codes) // 8), "little")
+
+
+# --- rounding
+
+@given(st.floats(-60000, 60000), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_directed_rounding_is_the_nearest_value_on_its_side(value, dtype):
+    x = torch.tensor([value], dtype=torch.float64)
+    low, high, near = (f(x, dtype).double() for f in (round_down, round_up, round_nearest))
+    assert low <= x <= high
+    assert torch.nextafter(low.to(dtype), torch.tensor([torch.inf], dtype=dtype)).double() >= high
+    assert (near - x).abs() == torch.minimum(x - low, high - x)
+
+
+def test_float64_is_rounded_once_to_16_bits():
+    just_over_half = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)
+    assert round_nearest(just_over_half, torch.float16).item() == 1 + 2**-10  # through float32 it would be 1
+
+
+# --- the quantizer against its oracle
+
+@given(st.sampled_from(KINDS), st.sampled_from(AXES), st.integers(1, 8), st.integers(0, 999))
+def test_float64_agrees_with_the_oracle_to_the_last_bit(kind, axis, n_bits, seed):
+    x = tensor(kind, (2, 3, 16, 24), torch.float64, seed)
+    quantizer = UniformQuantizer(n_bits, axis, 8)
+    stored = quantizer.quantize(x)
+    codes, scale, minimum, x_hat = uniform(axes.split(x, axis, 8).numpy(), n_bits)
+    assert np.array_equal(axes.split(stored.codes(), axis, 8).numpy(), codes)
+    assert np.array_equal(stored.scale.double().numpy(), scale)
+    assert np.array_equal(stored.minimum.double().numpy(), minimum)
+    assert np.array_equal(axes.split(quantizer.dequantize(stored), axis, 8).numpy(), x_hat)
+
+
+@given(quantizers(), st.sampled_from(KINDS), st.sampled_from(FLOATS), st.integers(0, 999))
+def test_no_element_is_off_by_more_than_half_its_stored_step(quantizer, kind, dtype, seed):
+    """Slack: 2 float32 ulps of the group's largest magnitude for the arithmetic, half an ulp of the output."""
+    x = tensor(kind, (2, 3, 16, 24), dtype, seed)
+    stored = quantizer.quantize(x)
+    x_hat = quantizer.dequantize(stored)
+    assert (x_hat.shape, x_hat.dtype) == (x.shape, x.dtype)
+    groups, groups_hat = (axes.split(t.double(), quantizer.axis, 8) for t in (x, x_hat))
+    largest = torch.maximum(groups.abs(), groups_hat.abs()).amax(-1)
+    slack = 2 * 2.0**-23 * largest + torch.finfo(dtype).eps / 2 * largest + torch.finfo(dtype).smallest_normal * 2**-10
+    step = stored.scale.double()
+    constant = (groups.amax(-1) == groups.amin(-1)) & (not quantizer.symmetric)
+    rounding = 2.0**-11 * largest + 2.0**-25  # a constant group is its minimum, rounded to nearest in float16
+    bound = torch.where(constant, rounding, step / 2) + slack
+    assert ((groups - groups_hat).abs() <= bound[..., None]).all()
+    assert int(stored.codes().max()) <= quantizer.levels
+
+
+def test_nearest_rounding_of_the_grid_would_break_the_bound():
+    """The test above can fail: with the grid rounded to nearest, groups of 100 + N(0, 0.1) leave it."""
+    x = 100 + torch.randn(1000, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 10
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    minimum = low.half().double()
+    scale = ((high - low) / 3).half().double()
+    x_hat = ((x - minimum) / scale).round().clamp(0, 3) * scale + minimum
+    assert ((x - x_hat).abs().amax(-1) > scale[:, 0] / 2 + 1e-6).double().mean() > 0.3
+
+
+@given(st.sampled_from(AXES), st.integers(2, 8), st.integers(0, 999))
+def test_symmetric_codes_are_rounded_about_zero(axis, n_bits, seed):
+    x = tensor("ties", (2, 3, 16, 24), torch.float32, seed)
+    stored = UniformQuantizer(n_bits, axis, 8, symmetric=True).quantize(x)
+    groups, M = axes.split(x, axis, 8).double().numpy(), 2 ** (n_bits - 1) - 1
+    scale = stored.scale.double().numpy()
+    assert stored.minimum is None and (scale >= np.abs(groups).max(-1) / M).all()
+    expected = np.rint(groups / np.where(scale > 0, scale, 1)[..., None]) + M
+    assert np.array_equal(axes.split(stored.codes(), axis, 8).numpy(), expected)
+
+
+@given(quantizers(), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 999))
+def test_affine_is_what_dequantize_computes(quantizer, kind, dtype, seed):
+    stored = quantizer.quantize(tensor(kind, (2, 3, 16, 24), dtype, seed))
+    packed, scale, minimum = quantizer.affine(stored)
+    codes = axes.split(unpack(packed, quantizer.n_bits, 24), quantizer.axis, 8).double()
+    x_hat = axes.join(codes * scale.double()[..., None] + minimum.double()[..., None], quantizer.axis, stored.shape)
+    assert torch.equal(x_hat.to(dtype), quantizer.dequantize(stored))
+
+
+# --- the whole range of each type
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n_bits", [1, 2, 8])
+def test_finite_in_gives_finite_out_or_says_what_does_not_fit(dtype, scale_dtype, n_bits):
+    top = torch.finfo(dtype).max
+    hard = [[-top, 0, top, top], [-top, -top / 2, top / 3, top], [top, top, top, top], [0, 0, 0, 0],
+            [torch.finfo(dtype).tiny, 0, 0, -torch.finfo(dtype).tiny], [1e-45, 0, 0, 3e-45], [1e-30, -1e30, 0, 1e30],
+            [60000, -60000, 1, 0]]
+    for row in hard:
+        x = torch.tensor([row], dtype=torch.float64).clamp(-top, top).to(dtype)
+        quantizer = UniformQuantizer(n_bits, "per_token", 4, scale_dtype=scale_dtype)
+        try:
+            x_hat = quantizer.dequantize(stored := quantizer.quantize(x))
+        except KvminiError as error:
+            assert f"{scale_dtype}" in str(error)  # only where a stored number is really too large
+            low, high = x.double().min(), x.double().max()
+            limit = torch.finfo(scale_dtype).max
+            assert low.abs() > limit or (high - low) / (2**n_bits - 1) > limit * (1 - torch.finfo(scale_dtype).eps)
+            continue
+        assert torch.isfinite(x_hat).all() and torch.isfinite(stored.scale).all()
+        off = (x.double() - x_hat.double()).abs().max()
+        at_most = stored.scale.double() / 2 + x.double().abs().max() * 2.0**-7  # bfloat16's half ulp is the coarsest
+        assert off <= at_most + 2.0**-24
+
+
+def test_past_the_largest_float16_is_an_error_even_where_rounding_would_hide_it():
+    for row in ([65510.0, 65510.0], [-65510.0, 0.0]):
+        with pytest.raises(KvminiError, match=r"minimum.*float16"):
+            UniformQuantizer(8, "per_token", 2).quantize(torch.tensor([row]))
+    with pytest.raises(KvminiError, match=r"scale.*float16"):
+        UniformQuantizer(1, "per_token", 2).quantize(torch.tensor([[-65504.0, 65504.0]]))
+
+
+# --- small inputs that broke other quantizers
+
+def test_groups_of_equal_values_come_back():
+    x = torch.tensor([[9.0, 9.0], [-9.0, -9.0]])
+    quantizer = UniformQuantizer(8, "per_token", 2)
+    assert torch.equal(quantizer.dequantize(quantizer.quantize(x)), x)
+
+
+def test_groups_of_one_sign_keep_their_range():
+    x = torch.arange(-22.0, -14.0)[None]
+    quantizer = UniformQuantizer(8, "per_token", 8)
+    assert (quantizer.dequantize(quantizer.quantize(x)) - x).abs().max() <= 0.0138
+
+
+def test_small_scales_are_not_floored():
+    x = torch.linspace(0, 0.02, 16, dtype=torch.bfloat16)[None]
+    assert UniformQuantizer(4, "per_token", 16).quantize(x).codes().unique().numel() == 16
+
+
+def test_a_nearly_constant_channel_stays_finite():
+    x = torch.tensor([[0.5, 0.5 + 2**-11, 0.5 + 2**-10, 0.5]], dtype=torch.float16)
+    quantizer = UniformQuantizer(8, "per_token", 4)
+    assert (quantizer.dequantize(quantizer.quantize(x)) - x).abs().max() <= 2**-11
+
+
+def test_exact_halves_go_to_the_even_code():
+    x = torch.tensor([[0, 0.5, 1.5, 2.5, 3.5, 4.5, 12.5, 13.5, 14.5, 15]])
+    codes = UniformQuantizer(4, "per_token", 10).quantize(x).codes()
+    assert codes.tolist() == [[0, 0, 2, 2, 4, 4, 12, 14, 14, 15]]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_memory_order_does_not_matter(axis):
+    x = torch.arange(2.0 * 8 * 3 * 8).view(2, 8, 3, 8).transpose(1, 2)
+    quantizer = UniformQuantizer(8, axis, 8)
+    assert same(quantizer.quantize(x), quantizer.quantize(x.contiguous()))
+
+
+@pytest.mark.parametrize("n_bits", [2, 3, 4, 8])
+def test_quantizing_again_changes_no_code(n_bits):
+    for x in (torch.arange(-8, 8).view(1, 16) * 0.1, torch.randn(4, 64, generator=torch.Generator().manual_seed(15))):
+        quantizer = UniformQuantizer(n_bits, "per_token", 16)
+        stored = quantizer.quantize(x)
+        assert torch.equal(quantizer.quantize(quantizer.dequantize(stored)).codes(), stored.codes())
+
+
+# --- structure
+
+def same(a, b):
+    return a.shape == b.shape and all(torch.equal(a.parts[name], b.parts[name]) for name in a.parts | b.parts)
+
+
+@given(quantizers().filter(lambda quantizer: quantizer.block), st.integers(0, 3), st.integers(0, 3), st.integers(0, 99))
+def test_quantizing_pieces_is_quantizing_the_whole(quantizer, blocks_a, blocks_b, seed):
+    a, b = (tensor("outlier channel", (2, 3, 8 * n, 16), torch.float32, seed + i)
+            for i, n in enumerate((blocks_a, blocks_b)))
+    whole = quantizer.quantize(torch.cat([a, b], dim=-2))
+    assert same(quantizer.cat(quantizer.quantize(a), quantizer.quantize(b)), whole)
+    assert same(quantizer.take(whole, blocks=a.shape[-2] // quantizer.block), quantizer.quantize(a))
+    assert same(quantizer.take(whole, rows=torch.tensor([1, 1, 0])), quantizer.quantize(torch.cat([a, b], -2)[[1, 1, 0]]))
+
+
+@given(quantizers(), st.integers(0, 99))
+def test_batch_rows_share_no_group(quantizer, seed):
+    x = tensor("normal", (2, 3, 8, 16), torch.float32, seed)
+    y = x.clone()
+    y[1] *= 50
+    first = [quantizer.dequantize(quantizer.quantize(t))[0] for t in (x, y)]
+    assert torch.equal(*first)
+
+
+@given(quantizers(), st.sampled_from(FLOATS))
+def test_no_tokens_take_no_bytes(quantizer, dtype):
+    stored = quantizer.quantize(torch.empty(2, 3, 0, 16, dtype=dtype))
+    assert (stored.nbytes, stored.n_tokens, stored.bits_per_element) == (0, 0, 0.0)
+    x_hat = quantizer.dequantize(stored)
+    assert (x_hat.shape, x_hat.dtype) == ((2, 3, 0, 16), dtype)
+
+
+@pytest.mark.parametrize(("n_bits", "axis", "group_size", "symmetric", "bits"), [
+    (2, "per_token", 32, False, 3.0), (2, "per_channel", 32, False, 3.0), (4, "per_channel", 64, False, 4.5),
+    (2, "per_token", 64, True, 2.25), (3, "per_token", 32, False, 4.0), (8, "per_channel", 128, True, 8.125)])
+def test_bits_per_element_are_codes_plus_overheads(n_bits, axis, group_size, symmetric, bits):
+    stored = UniformQuantizer(n_bits, axis, group_size, symmetric).quantize(torch.randn(1, 3, 128, 64))
+    assert stored.bits_per_element == bits == 8 * stored.nbytes / (3 * 128 * 64)
+
+
+def test_not_a_number_is_an_error_with_count_and_place():
+    x = torch.zeros(1, 2, 4, 8)
+    x[0, 1, 2, 3] = x[0, 1, 3, 0] = torch.nan
+    with pytest.raises(KvminiError, match=r"2 of 64 .*\[0, 1, 2, 3\]"):
+        UniformQuantizer(2, "per_token", 8).quantize(x)
+    x[0, 1, 2, 3] = x[0, 1, 3, 0] = -torch.inf
+    with pytest.raises(KvminiError, match=r"-inf"):
+        UniformQuantizer(2, "per_tensor", 8).quantize(x)
+
+
+@pytest.mark.parametrize("settings", [
+    {"n_bits": 0}, {"n_bits": 9}, {"n_bits": "two"}, {"n_bits": 2.0}, {"n_bits": True}, {"n_bits": 1, "symmetric": True},
+    {"group_size": 0}, {"group_size": -1}, {"group_size": 8.0}, {"axis": "channel"}, {"scale_dtype": torch.int8}])
+def test_bad_settings_are_refused(settings):
+    with pytest.raises(KvminiError):
+        UniformQuantizer(**settings)
+
+
+@pytest.mark.parametrize("x", [np.zeros((2, 32)), torch.zeros(2, 32, dtype=torch.int32), torch.zeros(32), None])
+def test_only_floating_point_tensors_of_two_dimensions_or_more_are_taken(x):
+    with pytest.raises(KvminiError, match="float16"):
+        UniformQuantizer(2).quantize(x)
