@@ -81,11 +81,13 @@ class KVCache:
         self._check_new(layer, k, v)
         if not self.pre_rope:
             k = self.rope.apply(k, range(first, first + k.shape[-2]))
-        try:
-            keys, values = self.keys[layer].append(k), self.values[layer].append(v)
-        except KvminiError as error:
-            raise KvminiError(f"layer {layer}: {error}") from None
-        return keys.map(self._rotate_stored), values
+        views = []
+        for side, store, x in (("keys", self.keys[layer], k), ("values", self.values[layer], v)):
+            try:
+                views.append(store.append(x))
+            except KvminiError as error:
+                raise KvminiError(f"layer {layer}, {side}: {error}") from None
+        return views[0].map(self._rotate_stored), views[1]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values `[B, Hkv, length, D]` as attention sees them now."""
