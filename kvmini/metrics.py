@@ -52,6 +52,7 @@ def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
     return _percent(_energy(x - x_hat), _energy(x))
 
 
+@torch.no_grad()
 def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[KVCache]) -> Tensor:
     """The four errors that each of some empty caches makes on one layer's tensors, given in one call.
 

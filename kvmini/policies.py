@@ -97,7 +97,12 @@ def _quantizer(spelling: str, side: str, n_bits: int | None, group_size: int | N
     if symmetric:
         raise KvminiError(f"'symmetric' applies to the uniform quantizer only, not to {spelling!r}")
     axis = kind[2] if len(kind) == 3 else NATURAL_AXIS[side]
-    return load_factory(f"{kind[0]}:{kind[1]}")(n_bits=n_bits, axis=axis, group_size=group_size)
+    name = f"{kind[0]}:{kind[1]}"
+    try:
+        return load_factory(name)(n_bits=n_bits, axis=axis, group_size=group_size)
+    except (TypeError, NotImplementedError) as error:
+        raise KvminiError(f"{name}(n_bits={n_bits}, axis={axis!r}, group_size={group_size}) does not work: "
+                          f"{type(error).__name__}: {error}") from None
 
 
 def load_factory(name: str):
@@ -107,5 +112,5 @@ def load_factory(name: str):
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise KvminiError(f"cannot load {name!r}: {error}") from None
+    except Exception as error:  # whatever somebody's module does when it is imported
+        raise KvminiError(f"cannot load {name!r}: {type(error).__name__}: {error}") from None

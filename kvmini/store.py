@@ -48,11 +48,15 @@ class Side:
             count_of(self.residual_length, "residual_length (0 keeps none)")
         if self.flush_length is not None:
             count_of(self.flush_length, "flush_length")
-        if isinstance(self.quantizer, Quantizer):
+        if isinstance(self.quantizer, Quantizer) or not callable(self.quantizer):
             self.flush_of(0)
 
     def quantizer_of(self, layer: int) -> Quantizer:
-        return self.quantizer if isinstance(self.quantizer, Quantizer) else self.quantizer(layer)
+        by_layer = callable(self.quantizer) and not isinstance(self.quantizer, Quantizer)
+        quantizer = self.quantizer(layer) if by_layer else self.quantizer
+        if not isinstance(quantizer, Quantizer):
+            raise KvminiError(f"a side needs a kvmini Quantizer (subclass it), not {type(quantizer).__name__}")
+        return quantizer
 
     def flush_of(self, layer: int) -> int:
         block = self.quantizer_of(layer).block

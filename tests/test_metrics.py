@@ -1,0 +1,125 @@
+"""Errors, perplexity and recall: the formulas, on small tensors and a small random model."""
+
+import numpy as np
+import pytest
+import torch
+from test_model import small
+
+from kvmini import KVCache, KvminiError, QuantizedKVCache, Rope, policies
+from kvmini.evaluate import ANSWER, CUE, PASSAGE, SEPARATOR, log_losses, perplexity, recall, recall_items
+from kvmini.experiments import prose
+from kvmini.metrics import ERRORS, errors, layer_errors, relative_error
+
+D, HKV, H, T = 16, 2, 4, 44
+
+
+def tensors(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, heads, T, D, generator=random, dtype=torch.float64) for heads in (H, HKV, HKV))
+    k[..., 5] *= 15
+    v[..., 0, :] /= 20
+    return q, k, v
+
+
+def by_hand(q, k, v, policy):
+    """The four errors by rule: decode token by token, and look at what each query sees."""
+    rope, cache = Rope(D), QuantizedKVCache(1, Rope(D), policy)
+    q, k_exact = rope.apply(q, range(T)).numpy(), rope.apply(k, range(T)).numpy()
+    weights, weights_hat = np.zeros((2, H, T, T))
+    out, out_hat = np.zeros((2, H, T, D))
+    for i in range(T):
+        keys, values = cache.append(0, k[..., i:i + 1, :], v[..., i:i + 1, :])
+        for head in range(H):
+            for w, seen in ((weights, k_exact[0, head // 2, :i + 1]), (weights_hat, keys.before[0, head // 2].numpy())):
+                score = np.exp(seen @ q[0, head, i] / np.sqrt(D))
+                w[head, i, :i + 1] = score / score.sum()
+            out[head, i] = weights[head, i, :i + 1] @ v[0, head // 2, :i + 1].numpy()
+            out_hat[head, i] = weights[head, i, :i + 1] @ values.before[0, head // 2].numpy()
+    k_hat, v_hat = (x.numpy() for x in cache.read(0))
+
+    def error(x, x_hat):
+        return 100 * np.mean([np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(x, x_hat, strict=True)])
+    pairs = (k_exact[0], k_hat[0]), (weights, weights_hat), (v[0].numpy(), v_hat[0]), (out, out_hat)
+    return [error(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize("spelling", [
+    "k=per_channel:2:8,v=per_token:2:8", "k=per_token:3:8,v=per_channel:2:8,residual=8,sinks=2",
+    "k=per_channel:2:8,v=per_token:2:8,residual=16,sinks=1,pre-rope"])
+def test_errors_are_those_of_a_token_by_token_decode(spelling):
+    q, k, v = tensors()
+    got = layer_errors(0, q, k, v, [QuantizedKVCache(1, Rope(D), policies.get(spelling + ",prefill=streamed"))])
+    np.testing.assert_allclose(got[0], by_hand(q, k, v, policies.get(spelling)), rtol=1e-9)
+
+
+def test_an_exact_cache_makes_no_error_and_a_used_one_is_refused():
+    q, k, v = tensors()
+    cache = KVCache(1, Rope(D))
+    assert layer_errors(0, q, k, v, [cache]).tolist() == [[0.0] * 4]
+    with pytest.raises(KvminiError, match="empty"):
+        layer_errors(0, q, k, v, [cache])
+
+
+def test_relative_error_is_one_norm_per_head():
+    x = torch.stack([torch.full((2, 2), 1.0), torch.full((2, 2), 100.0), torch.zeros(2, 2)])
+    off = x + torch.tensor([0.5, 1.0, 0.0])[:, None, None]
+    torch.testing.assert_close(relative_error(x, off), torch.tensor([50.0, 1.0, 0.0], dtype=torch.float64))
+
+
+def test_errors_average_over_layers_and_take_each_policy_alone():
+    model, ids = small(), torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
+    chosen = [policies.get(f"k={key}:2:8,v=per_token:2:8,prefill=all") for key in ("per_token", "per_channel")]
+    both, seen = errors(model, ids, chosen), []
+    assert [errors(model, ids, [policy])[0] for policy in chosen] == both
+    assert list(both[0]) == list(ERRORS)
+    from kvmini.metrics import Tap
+    model(ids, Tap(2, model.config.rope, lambda layer, q, k, v: seen.append(
+        layer_errors(layer, q, k, v, [model.new_cache(chosen[0])])[0])))
+    torch.testing.assert_close(torch.tensor(list(both[0].values())), torch.stack(seen).mean(0).float())
+
+
+def test_perplexity_is_over_all_tokens_but_the_first_in_any_cut():
+    model, ids = small(), torch.randint(0, 50, (2, 60), generator=torch.Generator().manual_seed(1))
+    probability = torch.softmax(model(ids), -1)
+    wanted = -torch.stack([probability[b, range(59), ids[b, 1:]] for b in range(2)]).log()
+    for chunk in (None, 1, 7, 60):
+        cache = model.new_cache()
+        torch.testing.assert_close(log_losses(model, ids, cache, chunk), wanted.detach(), rtol=1e-9, atol=1e-9)
+        assert cache.length == 60
+    assert perplexity(model, ids, model.new_cache()) == pytest.approx(wanted.mean().exp().item(), rel=1e-9)
+    with pytest.raises(KvminiError, match="two tokens"):
+        perplexity(model, ids[:, :1], model.new_cache())
+
+
+class Words:
+    """A stand-in for a tokenizer in tests of bookkeeping: characters are tokens."""
+
+    def encode(self, text):
+        return [ord(c) % 50 for c in text]
+
+
+def test_recall_items_ask_for_what_follows_the_cue():
+    text = prose("calibration")[:3000]
+    prompts, answers = recall_items(Words(), text, n_items=20, seed=1)
+    separator = len(SEPARATOR)
+    assert prompts.shape == (20, PASSAGE + separator + CUE) and answers.shape == (20, ANSWER)
+    assert torch.equal(prompts[:, -CUE:], prompts[:, :CUE])
+    assert torch.equal(answers, prompts[:, CUE:CUE + ANSWER])
+    assert len({tuple(row.tolist()) for row in prompts}) == 20
+    assert not torch.equal(prompts, recall_items(Words(), text, n_items=20, seed=2)[0])
+    with pytest.raises(KvminiError, match="192"):
+        recall_items(Words(), text[:191])
+
+
+def test_recall_generates_through_the_policys_own_cache():
+    """Each share equals that of a whole, separate run: exact prefill of all but one token, then real decode."""
+    model = small(context_length=400)
+    prompts, answers = recall_items(Words(), prose("calibration")[:3000], n_items=3)
+    chosen = [None, policies.get("k=per_token:2:8,v=per_channel:1:8")]
+    shares = list(recall(model, prompts, answers, chosen))
+    from kvmini import generate
+    for policy, share in zip(chosen, shares, strict=True):
+        cache = model.new_cache(policy)
+        model(prompts[:, :-1], cache)
+        out = generate(model, prompts[:, -1:], cache, ANSWER)
+        assert share.tolist() == (out == answers).double().mean(1).tolist()
