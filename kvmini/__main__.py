@@ -55,8 +55,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--n-bits", type=whole(1, 8), metavar="B", help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
     add("--group-size", type=whole(1), metavar="G", help="elements of one scale (default: 32, or the policy's own)")
     add("--policy", nargs="+", default=[], metavar="NAME", help=f"policies to run. {policies.GRAMMAR}")
-    add("--seed", type=whole(0), default=0, metavar="N", help="seed of whatever is drawn by chance (default: 0)")
-    add("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's choice)")
+    add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of whatever is drawn by chance (default: 0)")
+    add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: torch's choice)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     add("--quiet", action="store_true", help="no progress bars, nothing but the result")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 CHUNK = 256  # queries whose scores are held at once: memory stays linear in the context
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
     """Keys or values of all T live tokens: query i sees `after[j]` for j < boundary[i], else `before[j]`.
 

@@ -82,7 +82,8 @@ def _cos_sin(rope: Rope, positions: Tensor, dtype: torch.dtype, device: torch.de
 
 @lru_cache(maxsize=4)  # all layers of one call ask for the same positions
 def _table(rope: Rope, positions: range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _cos_sin(rope, torch.tensor(positions, dtype=torch.float64), dtype, device)
+    with torch.inference_mode(False):  # the table outlives the call, and a later one may want gradients
+        return _cos_sin(rope, torch.tensor(positions, dtype=torch.float64), dtype, device)
 
 
 def llama3_factors(head_dim: int, base: float, factor: float, low_freq_factor: float, high_freq_factor: float,

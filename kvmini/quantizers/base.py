@@ -17,7 +17,7 @@ from kvmini.packing import unpack
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
     """What one call to `quantize` leaves behind: tensors, and what is needed to read them.
 
@@ -70,10 +70,19 @@ class Stored:
 class Quantizer(ABC):
     """Abstract base of all quantizers; yours may subclass it too.
 
-    Shapes:
-        `quantize` takes `[..., T, D]` with T a multiple of `block`; a cache gives it `[B, Hkv, T, D]`.
     A quantizer has no memory: the same block gives the same `Stored`, whatever came before, and
     `quantize(cat(a, b))` is `cat(quantize(a), quantize(b))` where a and b are whole blocks.
+
+    Shapes:
+        `quantize` takes `[..., T, D]`, T a multiple of `block` (0 too); a cache gives it `[B, Hkv, T, D]`.
+    Example:
+        >>> class Half(Quantizer):
+        ...     def quantize(self, x):
+        ...         return Stored({"half": x.half()}, tuple(x.shape), x.dtype, n_bits=16)
+        ...     def dequantize(self, stored):
+        ...         return stored.parts["half"].to(stored.dtype)
+        >>> Half().quantize(torch.randn(1, 2, 5, 8)).bits_per_element
+        16.0
     """
 
     block: int | None = 1  # tokens it must be given at once; None: no part of a sequence stands alone

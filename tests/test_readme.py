@@ -1,0 +1,81 @@
+"""The README tells the truth: its example, its table, its line counts, its reading order."""
+
+import ast
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import kvmini
+from kvmini.tables import ablation as table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
+READING = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", README, flags=re.MULTILINE)
+
+
+def lines_of(name):
+    return len((ROOT / "kvmini" / name).read_text(encoding="utf-8").splitlines())
+
+
+def test_the_reading_order_names_every_file_once_with_its_length():
+    names = [name for name, _ in READING]
+    files = [str(path.relative_to(ROOT / "kvmini")) for path in (ROOT / "kvmini").rglob("*.py")]
+    assert sorted(names) == sorted(name for name in files if not name.endswith("__init__.py"))
+    for name, lines in READING:
+        assert int(lines) == lines_of(name), f"README says {lines} lines for {name}"
+    assert max(map(lines_of, names)) <= 300
+
+
+def test_imports_point_upward_only():
+    order = [name.removesuffix(".py").replace("/", ".") for name, _ in READING]
+    for place, name in enumerate(order):
+        tree = ast.parse((ROOT / "kvmini" / READING[place][0]).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "kvmini":
+                module = node.module.removeprefix("kvmini").strip(".")
+                for target in [module] if module else [alias.name for alias in node.names]:
+                    assert order.index(target) < place, f"{name} imports {target}, which stands below it"
+
+
+def test_the_package_says_the_same_reading_order():
+    said = re.search(r"Reading order: (.*?)\.\s", kvmini.__doc__, flags=re.DOTALL).group(1)
+    assert [name.strip() for name in said.split(",")] == [name.removesuffix(".py") for name, _ in READING]
+
+
+def test_the_numbers_of_the_first_screen_are_counted():
+    lines, files = re.search(r"(\d,\d+) lines of Python in (\d+) files", README).groups()
+    assert int(lines.replace(",", "")) == sum(lines_of(name) for name, _ in READING)
+    assert int(files) == len(READING)
+
+
+def test_the_table_is_that_of_the_committed_run():
+    result = json.loads((ROOT / "notebooks" / "results" / "ablate.json").read_text(encoding="utf-8"))
+    assert table(result["rows"]) in README
+    four = re.search(r"CoQA: ([\d., ]+) of ([\d.]+)\)", README).groups()
+    assert four == ("63.53, 52.93, 2.88, 2.80", "66.37")  # the article's, rows of KIVI's Table 3
+
+
+def test_the_two_commands_install_everything_and_run():
+    commands = [text.strip() for kind, text in BLOCKS if not kind and "pip install" in text]
+    assert [command.split("&&")[-1].strip() for command in commands] == ["python -m kvmini", "pytest"]
+    assert all("pip install -r requirements.txt" in command for command in commands)
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_the_readme_shows():
+    """Names and bytes to the letter; 2-bit perplexities may move with the machine's float32 sums, not in order."""
+    code = next(text for kind, text in BLOCKS if kind == "python")
+    shown = next(text for kind, text in BLOCKS if text.startswith("exact "))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (printed.getvalue(), shown))
+    assert [(row[0], *row[2:]) for row in got] == [(row[0], *row[2:]) for row in wanted]
+    got, wanted = ([float(row[1]) for row in rows] for rows in (got, wanted))
+    assert got == pytest.approx(wanted, rel=0.25) and got[0] == pytest.approx(wanted[0], rel=1e-3)
+    assert sorted(got) == got
