@@ -1,6 +1,6 @@
 """kvmini: KV-cache quantization, small enough to read in an evening.
 
-Reading order: axes, packing, rounding, quantizers/base, quantizers/uniform, rope, attention, store, cache,
+Reading order: errors, axes, packing, rounding, quantizers/base, quantizers/uniform, rope, attention, store, cache,
 policies, model, tokenizer, weights, metrics, evaluate, experiments, tables, plots, files, __main__. A file
 imports only what comes before it.
 """

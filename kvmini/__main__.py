@@ -1,6 +1,7 @@
 """The command line: `python -m kvmini [COMMAND]`. Exit status 0, or 2 with one line for a user's mistake."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--n-bits", type=whole(1, 8), metavar="B", help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
     add("--group-size", type=whole(1), metavar="G", help="elements of one scale (default: 32, or the policy's own)")
     add("--policy", nargs="+", default=[], metavar="NAME", help=f"policies to run. {policies.GRAMMAR}")
-    add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of whatever is drawn by chance (default: 0)")
+    add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn by chance (default: 0)")
     add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: torch's choice)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     add("--quiet", action="store_true", help="no progress bars, nothing but the result")
@@ -114,6 +115,8 @@ def generate_text(args: argparse.Namespace) -> None:
     prompt = read_text(args.text) if args.text else PROMPT if args.prompt is None else args.prompt
     if not prompt:
         raise KvminiError("the prompt is empty: give at least one character")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise KvminiError("the prompt is not UTF-8 text")
     check_writable(args.json)
     model, tokenizer = load_model(args.model, progress=not args.quiet)
     ids = experiments.text_ids(tokenizer, prompt, args.tokens or len(tokenizer.encode(prompt)), model)
@@ -124,13 +127,14 @@ def generate_text(args: argparse.Namespace) -> None:
     for name, policy in chosen.items():
         if len(chosen) > 1:
             print(f"--- {name}")
-        print(tokenizer.decode(ids[0].tolist()), end="", flush=True)
-        cache, stream, started = model.new_cache(policy), Stream(tokenizer), time.perf_counter()
+        before = ids[0].tolist()
+        print(tokenizer.decode(before), end="", flush=True)
+        cache, stream, started = model.new_cache(policy), Stream(tokenizer, before), time.perf_counter()
         new = generate(model, ids, cache, args.max_new_tokens, args.temperature, args.seed, tokenizer.stop_ids, stream)
         speed = new.shape[1] / (time.perf_counter() - started)
         rows.append({"policy": name, "prompt_tokens": ids.shape[1], "new_tokens": new.shape[1],
-                     "text": tokenizer.decode(new[0].tolist()), "tokens_per_s": speed, "cache_bytes": cache.nbytes,
-                     "bits_per_element": cache.bits_per_element()})
+                     "text": tokenizer.decode(new[0].tolist(), before), "tokens_per_s": speed,
+                     "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element()})
         print("" if args.quiet else
               f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
               f"cache {cache.nbytes:,} bytes, {cache.bits_per_element():.2f} bits per element]")
@@ -142,14 +146,14 @@ def generate_text(args: argparse.Namespace) -> None:
 class Stream:
     """Prints tokens as they come; holds back a character that needs more tokens until it is whole."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+    def __init__(self, tokenizer: Tokenizer, before: list[int]):
+        self.tokenizer, self.before, self.ids, self.shown = tokenizer, before, [], ""
 
     def __call__(self, token: torch.Tensor) -> None:
         if int(token[0]) in self.tokenizer.stop_ids:
             return
         self.ids.append(int(token[0]))
-        text = self.tokenizer.decode(self.ids).rstrip("\ufffd")
+        text = self.tokenizer.decode(self.ids, self.before).rstrip("\ufffd")
         print(text[len(self.shown):], end="", flush=True)
         self.shown = text
 
@@ -174,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for what Python still flushes at exit
     return 0
 
 

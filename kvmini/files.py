@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from kvmini.errors import KvminiError
@@ -49,9 +50,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure, whole or not at all; the same figure gives the same file (no date in it)."""
+    """Write a figure, whole or not at all; the same figure gives the same file (no date, no random names)."""
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    _write_whole(path, lambda part: figure.savefig(part, dpi=150, metadata=undated))
+    with rc_context({"svg.hashsalt": "kvmini"}):
+        _write_whole(path, lambda part: figure.savefig(part, dpi=150, metadata=undated))
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -24,7 +24,7 @@ class Config:
     """Sizes of a model; all of them come from its checkpoint.
 
     Raises:
-        KvminiError where query heads cannot be shared out evenly over the key/value heads.
+        KvminiError for a size below 1, or where query heads do not share the key/value heads evenly.
     """
 
     n_layers: int
@@ -41,6 +41,8 @@ class Config:
     biases: tuple[str, ...] = ()  # of q, k, v, o: the projections that have one
 
     def __post_init__(self):
+        for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_size", "ffn_size", "vocab_size"):
+            count_of(getattr(self, name), name)
         if self.n_heads % self.n_kv_heads:
             raise KvminiError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
 
@@ -187,6 +189,7 @@ def generate(model: Llama, ids: Tensor, cache: KVCache, max_new_tokens: int = 64
         if temperature == 0:
             token = logits.argmax(-1)
         else:
+            logits = logits.double() - logits.max(-1, keepdim=True).values  # so that no temperature overflows
             token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=random)[:, 0]
         if new:
             token = torch.where(torch.isin(new[-1], stop), new[-1], token)

