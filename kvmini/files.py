@@ -35,9 +35,9 @@ def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:
         return
     if formats and path.suffix.lower() not in formats:
         raise KvminiError(f"cannot write {path}: the name must end in one of {', '.join(formats)}")
-    if path.is_dir():
-        raise KvminiError(f"cannot write {path}: it is a folder, name a file")
     try:
+        if path.is_dir():
+            raise KvminiError(f"cannot write {path}: it is a folder, name a file")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
