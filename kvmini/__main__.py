@@ -134,10 +134,10 @@ def generate_text(args: argparse.Namespace) -> None:
         speed = new.shape[1] / (time.perf_counter() - started)
         rows.append({"policy": name, "prompt_tokens": ids.shape[1], "new_tokens": new.shape[1],
                      "text": tokenizer.decode(new[0].tolist(), before), "tokens_per_s": speed,
-                     "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element()})
+                     "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element})
         print("" if args.quiet else
               f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
-              f"cache {cache.nbytes:,} bytes, {cache.bits_per_element():.2f} bits per element]")
+              f"cache {cache.nbytes:,} bytes, {cache.bits_per_element:.2f} bits per element]")
     if args.json:
         write_json(args.json, {"command": "generate", "model": _name(args.model, FILE_NAME), "seed": args.seed,
                                "rows": rows})
@@ -147,13 +147,13 @@ class Stream:
     """Prints tokens as they come; holds back a character that needs more tokens until it is whole."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]):
-        self.tokenizer, self.before, self.ids, self.shown = tokenizer, before, [], ""
+        self.tokenizer, self.tokens, self.ids, self.shown = tokenizer, before, [], ""
 
     def __call__(self, token: torch.Tensor) -> None:
         if int(token[0]) in self.tokenizer.stop_ids:
             return
         self.ids.append(int(token[0]))
-        text = self.tokenizer.decode(self.ids, self.before).rstrip("\ufffd")
+        text = self.tokenizer.decode(self.ids, self.tokens).rstrip("\ufffd")
         print(text[len(self.shown):], end="", flush=True)
         self.shown = text
 

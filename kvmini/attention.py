@@ -19,29 +19,29 @@ CHUNK = 256  # queries whose scores are held at once: memory stays linear in the
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Keys or values of all T live tokens: query i sees `after[j]` for j < boundary[i], else `before[j]`.
+    """Keys or values of all T live tokens: query i sees `stored[j]` for j < boundary[i], else `tokens[j]`.
 
     Shapes:
-        before, after `[B, Hkv, T, D]`; boundary `[S]`. after and boundary are None where all queries of
-        the call see the same, which is the common case.
+        tokens, stored `[B, Hkv, T, D]`; boundary `[S]`. stored and boundary are None where all queries of
+        the call see the same tokens, which is the common case.
     """
 
-    before: Tensor
-    after: Tensor | None = None
+    tokens: Tensor
+    stored: Tensor | None = None
     boundary: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "View":
         """The view with f applied to its tensors."""
-        return replace(self, before=f(self.before), after=None if self.after is None else f(self.after))
+        return replace(self, tokens=f(self.tokens), stored=None if self.stored is None else f(self.stored))
 
     def rows(self, start: int, stop: int, n_tokens: int) -> "View":
         """The view of queries start .. stop - 1, who see the first n_tokens only."""
         view = self.map(lambda x: x[..., :n_tokens, :])
         return view if self.boundary is None else replace(view, boundary=self.boundary[start:stop])
 
-    def uses_after(self) -> Tensor:
+    def uses_stored(self) -> Tensor:
         """Which (query, token) pairs see the stored token, bool `[S, T]`."""
-        return torch.arange(self.before.shape[-2], device=self.boundary.device) < self.boundary[:, None]
+        return torch.arange(self.tokens.shape[-2], device=self.boundary.device) < self.boundary[:, None]
 
 
 def attention_weights(q: Tensor, keys: View, first: int) -> Tensor:
@@ -51,16 +51,16 @@ def attention_weights(q: Tensor, keys: View, first: int) -> Tensor:
         q `[B, H, S, D]`, keys of `[B, Hkv, T, D]` -> `[B, H, S, T]`, zero where token j > first + i.
     """
     B, H, S, D = q.shape
-    T = keys.before.shape[-2]
+    T = keys.tokens.shape[-2]
 
-    q = q.reshape(B, keys.before.shape[1], -1, D) / D**0.5  # the H / Hkv heads that share a key head, one after another
+    q = q.reshape(B, keys.tokens.shape[1], -1, D) / D**0.5  # the H / Hkv heads that share a key head, one after another
 
     def scores(k: Tensor) -> Tensor:
         return (q @ k.mT).view(B, H, S, T)
 
-    score = scores(keys.before)
-    if keys.after is not None:
-        score = torch.where(keys.uses_after(), scores(keys.after), score)
+    score = scores(keys.tokens)
+    if keys.stored is not None:
+        score = torch.where(keys.uses_stored(), scores(keys.stored), score)
     visible = torch.arange(T, device=q.device) <= first + torch.arange(S, device=q.device)[:, None]
     score = score.masked_fill(~visible, -torch.inf)
     return torch.softmax(score, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
@@ -77,10 +77,10 @@ def weighted_sum(weights: Tensor, values: View) -> Tensor:
     def average(w: Tensor, v: Tensor) -> Tensor:
         return (w.reshape(B, v.shape[1], -1, T) @ v).view(B, H, S, -1)
 
-    if values.after is None:
-        return average(weights, values.before)
-    uses_after = values.uses_after()
-    return average(weights * ~uses_after, values.before) + average(weights * uses_after, values.after)
+    if values.stored is None:
+        return average(weights, values.tokens)
+    uses_stored = values.uses_stored()
+    return average(weights * ~uses_stored, values.tokens) + average(weights * uses_stored, values.stored)
 
 
 def attention(q: Tensor, keys: View, values: View, first: int) -> Tensor:

@@ -16,7 +16,7 @@ AXES = ("per_token", "per_channel", "per_tensor")
 
 
 def check(axis: str, group_size: int) -> None:
-    """Raise KvminiError unless `axis` is one of AXES and `group_size` a whole number of at least 1."""
+    """Raise KvminiError unless `axis` is one of AXES and `group_size` a whole number, 1 or more."""
     if axis not in AXES:
         raise KvminiError(f"axis must be one of {', '.join(AXES)}, not {axis!r}")
     count_of(group_size, "group_size")
@@ -48,9 +48,8 @@ def split(x: Tensor, axis: str, group_size: int) -> Tensor:
     if axis == "per_channel":
         _divides(T, group_size, "tokens", axis)
         return x.unflatten(-2, (T // group_size, group_size)).movedim(-2, -1)
-    rows = x.shape[:1] if x.ndim > 2 else ()
-    n_groups = 1 if x.numel() else 0
-    return x.reshape(*rows, n_groups, max(1, x.numel() // (rows.numel() if rows else 1)))
+    row = x.shape[1:] if x.ndim > 2 else x.shape  # what one batch row holds
+    return x.reshape(*x.shape[:x.ndim - len(row)], 1 if T else 0, max(1, row.numel()))
 
 
 def join(groups: Tensor, axis: str, shape: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,8 @@ in `store.py`. Keys and queries come unrotated: the cache owns positions and rot
 how numbers are stored (quantizers) or when (stores). Next file: `policies.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,18 @@ from kvmini.errors import KvminiError, count_of
 from kvmini.quantizers.base import Stored
 from kvmini.rope import Rope
 from kvmini.store import PREFILLS, ExactStore, QuantizedStore, Side
+
+
+@contextmanager
+def all_or_nothing(stores: list[ExactStore | QuantizedStore]) -> Iterator[None]:
+    """Whatever interrupts the block, Ctrl-C included, leaves the stores as they were before it."""
+    marks = [store.mark() for store in stores]
+    try:
+        yield
+    except BaseException:
+        for store, mark in zip(stores, marks, strict=True):
+            store.rewind(mark)
+        raise
 
 
 @dataclass(frozen=True)
@@ -41,8 +55,7 @@ class CachePolicy:
     prefill: str = "exact"
 
     def __post_init__(self):
-        if self.sinks != 0:
-            count_of(self.sinks, "sinks (0 keeps none)")
+        count_of(self.sinks, "sinks", lowest=0)
         if self.prefill not in PREFILLS:
             raise KvminiError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
 
@@ -72,21 +85,29 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """The one door: append, attend, hand over. (`layer_input` is for a cache that keeps it instead of k and v.)"""
         first = self.values[layer].length
+        B, H, S, D = q.shape
+        if (B, S, D, q.dtype) != (k.shape[0], *k.shape[2:], k.dtype) or H % k.shape[1]:
+            raise KvminiError(f"queries {q.dtype} {list(q.shape)} do not fit keys {k.dtype} {list(k.shape)}: "
+                              "[B, H, S, D] and [B, Hkv, S, D] with H a multiple of Hkv")
         keys, values = self.append(layer, k, v)
         return attention(self.rope.apply(q, range(first, first + q.shape[-2])), keys, values, first)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[View, View]:
-        """Append tokens without attending; returns rotated keys and values as this call's queries see them."""
+        """Append tokens without attending; returns rotated keys and values as this call's queries see them.
+
+        All or nothing: after an error the layer is as it was.
+        """
         first = self.values[layer].length
         self._check_new(layer, k, v)
         if not self.pre_rope:
             k = self.rope.apply(k, range(first, first + k.shape[-2]))
         views = []
-        for side, store, x in (("keys", self.keys[layer], k), ("values", self.values[layer], v)):
-            try:
-                views.append(store.append(x))
-            except KvminiError as error:
-                raise KvminiError(f"layer {layer}, {side}: {error}") from None
+        with all_or_nothing([self.keys[layer], self.values[layer]]):
+            for side, store, x in (("keys", self.keys[layer], k), ("values", self.values[layer], v)):
+                try:
+                    views.append(store.append(x))
+                except KvminiError as error:
+                    raise KvminiError(f"layer {layer}, {side}: {error}") from None
         return views[0].map(self._rotate_stored), views[1]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -97,19 +118,21 @@ class KVCache:
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens only."""
-        if not 0 <= n <= self.length:
+        if not isinstance(n, int) or not 0 <= n <= self.length:
             raise KvminiError(f"cannot crop to {n} tokens: the cache holds {self.length}")
-        for store in self._stores():
+        for store in self.stores():
             if store.length:
                 store.crop(n)
 
     def reorder(self, rows: Tensor | list[int]) -> None:
         """Replace batch row i by row rows[i] (beams)."""
-        rows, B = torch.as_tensor(rows), self.read(0)[1].shape[0]
-        if rows.dtype != torch.long or rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= B:
+        if not self.length:
+            raise KvminiError("no rows to reorder: the cache is empty")
+        rows, B = torch.as_tensor(rows), self.values[0].exact_tensors[0].shape[0]
+        if rows.is_floating_point() or rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= B:
             raise KvminiError(f"rows must be a list of batch rows 0 .. {B - 1}, not {rows.tolist()}")
-        for store in self._stores():
-            store.reorder(rows)
+        for store in self.stores():
+            store.reorder(rows.long())
 
     @property
     def length(self) -> int:
@@ -139,29 +162,37 @@ class KVCache:
         elements = sum(body.n_elements for body in self._bodies())
         return 8 * sum(body.nbytes for body in self._bodies()) / elements if elements else None
 
-    def bits_per_element(self, window_bits: int | None = None) -> float:
-        """All bits over all live elements; exact parts as they are held, or counted at `window_bits` each."""
-        exact = sum(x.numel() * (window_bits or 8 * x.element_size()) for x in self._exact())
-        elements = sum(store.n_elements for store in self._stores())
-        return (exact + 8 * sum(body.nbytes for body in self._bodies())) / elements if elements else 0.0
+    @property
+    def bits_per_element(self) -> float:
+        """All bits, exact parts as they are held, over all live elements of K and V."""
+        elements = sum(store.n_elements for store in self.stores())
+        return 8 * self.nbytes / elements if elements else 0.0
 
-    def _stores(self) -> list[ExactStore | QuantizedStore]:
+    def bits_per_element_at(self, window_bits: int) -> float:
+        """The same, were exact parts `window_bits` wide (papers count 16)."""
+        elements = sum(store.n_elements for store in self.stores())
+        bits = window_bits * sum(x.numel() for x in self._exact()) + 8 * sum(body.nbytes for body in self._bodies())
+        return bits / elements if elements else 0.0
+
+    def stores(self) -> list[ExactStore | QuantizedStore]:
+        """Every layer's keys, then every layer's values."""
         return [*self.keys, *self.values]
 
     def _exact(self) -> list[Tensor]:
-        return [x for store in self._stores() for x in store.exact]
+        return [x for store in self.stores() for x in store.exact_tensors]
 
     def _bodies(self) -> list[Stored]:
-        return [store.body for store in self._stores() if store.body is not None]
+        return [store.body for store in self.stores() if store.body is not None]
 
     def _rotate_stored(self, k: Tensor) -> Tensor:
         return self.rope.apply(k, range(k.shape[-2])) if self.pre_rope else k
 
     def _check_new(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
-            raise KvminiError("keys and values must be alike, [B, Hkv, S, D], not "
+        alike = k.ndim == 4 and k.shape == v.shape and k.dtype == v.dtype
+        if not alike or not k.is_floating_point() or not k.numel():
+            raise KvminiError("keys and values must be alike, floating point, [B, Hkv, S, D] with S >= 1, not "
                               f"{k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
-        for old in self.values[layer].exact:
+        for old in self.values[layer].exact_tensors:
             if (old.shape[:2], old.shape[3], old.dtype) != (v.shape[:2], v.shape[3], v.dtype):
                 B, Hkv, _, D = old.shape
                 raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "

@@ -11,8 +11,8 @@ class KvminiError(ValueError):
     """
 
 
-def count_of(value, name: str) -> int:
-    """`value` if it is a whole number of at least 1; an error that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise KvminiError(f"{name} must be a whole number of at least 1, not {value!r}")
+def count_of(value, name: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
+    """`value` if it is a whole number from lowest to highest; an error that names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise KvminiError(f"{name} must be a whole number from {lowest} to {highest}, not {value!r}")
     return value

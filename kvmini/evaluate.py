@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvmini.cache import CachePolicy, KVCache
-from kvmini.errors import KvminiError
+from kvmini.errors import KvminiError, count_of
 from kvmini.metrics import Tap
 from kvmini.model import Llama, generate
 from kvmini.tokenizer import Tokenizer
@@ -25,12 +25,12 @@ def log_losses(model: Llama, ids: Tensor, cache: KVCache, chunk: int | None = No
     """-log p of tokens 1 .. T-1, through `cache`: in one call, or `chunk` tokens at a time.
 
     Shapes:
-        ids `[B, T]` -> float64 `[B, T - 1]`; the cache ends with T tokens.
+        ids `[B, T]` -> float64 `[B, T - 1]`; the cache goes on by T tokens from where it is.
     """
-    losses = []
+    losses, seen = [], 0
     for part in ids.split(chunk or ids.shape[1], dim=1):
-        first = cache.length
-        logits, targets = model(part, cache), ids[:, first + 1:first + 1 + part.shape[1]]
+        seen += part.shape[1]
+        logits, targets = model(part, cache), ids[:, seen - part.shape[1] + 1:seen + 1]
         for start in range(0, targets.shape[1], 128):  # the softmax of all rows at once would double the memory
             rows = slice(start, min(start + 128, targets.shape[1]))
             loss = F.cross_entropy(logits[:, rows].flatten(0, 1), targets[:, rows].flatten(), reduction="none")
@@ -40,6 +40,9 @@ def log_losses(model: Llama, ids: Tensor, cache: KVCache, chunk: int | None = No
 
 def perplexity(model: Llama, ids: Tensor, cache: KVCache, chunk: int | None = None) -> float:
     """exp of the mean of `log_losses`: over tokens 1 .. T-1, no begin token added.
+
+    In one call a policy with prefill "exact" quantizes nothing that is seen: its perplexity is then that of
+    the exact cache. Give a chunk, or prefill "streamed".
 
     Raises:
         KvminiError for fewer than two tokens.
@@ -56,13 +59,13 @@ def recall_items(tokenizer: Tokenizer, text: str, n_items: int = 20, seed: int =
         prompts `[n_items, 192 + separator + 24]`, answers `[n_items, 48]`. Passages are spread evenly over
         the text; the seed shifts them.
     Raises:
-        KvminiError if the text is shorter than one passage.
+        KvminiError if the text is too short for passages that differ.
     """
     ids = torch.tensor(tokenizer.encode(text))
-    if len(ids) < PASSAGE:
-        raise KvminiError(f"recall needs a text of at least {PASSAGE} tokens, not {len(ids)}")
-    room = len(ids) - PASSAGE
-    stride = room / n_items
+    shortest = PASSAGE + count_of(n_items, "n_items")
+    if len(ids) < shortest:
+        raise KvminiError(f"{n_items} different passages need a text of at least {shortest} tokens, not {len(ids)}")
+    stride = (len(ids) - PASSAGE) / n_items
     shift = torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * stride
     passages = torch.stack([ids[start:start + PASSAGE] for start in (int(i * stride + shift) for i in range(n_items))])
     separator = torch.tensor(tokenizer.encode(SEPARATOR)).expand(n_items, -1)

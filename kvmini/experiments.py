@@ -92,8 +92,8 @@ def ablation(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, policies: di
             cache = model.new_cache(policies[row["name"]])
             row["perplexity"] = perplexity(model, ids, cache)
             row["body_bits_per_element"] = cache.body_bits_per_element
-            row["bits_per_element"] = cache.bits_per_element()
-            row["bits_per_element_16bit_windows"] = cache.bits_per_element(window_bits=16)
+            row["bits_per_element"] = cache.bits_per_element
+            row["bits_per_element_16bit_windows"] = cache.bits_per_element_at(window_bits=16)
             bar.update()
         bar.set_description("recall")
         for row, shares in zip(rows, recall(model, prompts, answers, policies.values()), strict=True):

@@ -49,7 +49,7 @@ def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
         >>> relative_error(torch.full((2, 2), 4.0), torch.full((2, 2), 5.0)).item()
         25.0
     """
-    return _percent(_energy(x - x_hat), _energy(x))
+    return _percent(_energy(x.double() - x_hat.double()), _energy(x))
 
 
 @torch.no_grad()
@@ -63,8 +63,8 @@ def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[K
     Source:
         KIVI (arXiv 2402.02750), Table 2; norms per head as stated at the top of this file.
     """
-    if any(cache.values[layer].length for cache in caches):
-        raise KvminiError("errors are measured from the first token on: the caches must be empty")
+    if not caches or any(cache.values[layer].length for cache in caches):
+        raise KvminiError("errors are measured from the first token on: give caches, and empty ones")
     S, rope = q.shape[-2], caches[0].rope
     views = [cache.append(layer, k, v) for cache in caches]
     stored = [cache.read(layer) for cache in caches]
@@ -104,7 +104,8 @@ def errors(model: Llama, ids: Tensor, policies: Sequence[CachePolicy]) -> list[d
 
 
 def _energy(x: Tensor) -> Tensor:
-    return x.square().sum((-2, -1), dtype=torch.float64)
+    # Norms in float64: the square of a float16 key may be past float16, or vanish.
+    return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64).square()
 
 
 def _percent(off: Tensor, energy: Tensor) -> Tensor:

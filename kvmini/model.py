@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache
+from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache, all_or_nothing
 from kvmini.errors import KvminiError, count_of
 from kvmini.rope import Rope
 
@@ -142,15 +142,11 @@ class Llama(nn.Module):
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
         cache = self.new_cache() if cache is None else cache
-        first = cache.length
-        self._check(ids, first)
+        self._check(ids, cache.length)
         x = self.embedding(ids)  # [B, S, hidden]
-        try:
+        with all_or_nothing(cache.stores()):  # an interrupted call must not leave some layers ahead of others
             for layer in self.layers:
                 x = layer(x, cache)
-        except BaseException:  # also Ctrl-C: some layers have advanced, so bring all back to where the call began
-            cache.crop(first)
-            raise
         x = self.norm(x[:, -1:] if last_only else x)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
@@ -179,7 +175,7 @@ def generate(model: Llama, ids: Tensor, cache: KVCache, max_new_tokens: int = 64
         torch.Size([1, 5])
     """
     count_of(max_new_tokens, "max_new_tokens")
-    if temperature < 0:
+    if not 0 <= temperature < float("inf"):
         raise KvminiError(f"temperature must be at least 0 (0 is greedy), not {temperature}")
     random = torch.Generator(device=ids.device).manual_seed(seed)
     stop = torch.tensor(sorted(stop), dtype=torch.long, device=ids.device)

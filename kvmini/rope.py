@@ -68,11 +68,11 @@ class Rope:
             raise KvminiError(f"RoPE for head_dim {self.head_dim} got a tensor {list(x.shape)} and {len(positions)} "
                               "positions: it needs [..., S, D] and one position per token")
         if isinstance(positions, range):
-            return _table(self, positions, x.dtype, x.device)
-        return _cos_sin(self, positions.double(), x.dtype, x.device)
+            return _cos_sin_of_range(self, positions, x.dtype, x.device)
+        return _cos_sin_of(self, positions.double(), x.dtype, x.device)
 
 
-def _cos_sin(rope: Rope, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cos_sin_of(rope: Rope, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     theta = rope.base ** (-torch.arange(0, rope.head_dim, 2, dtype=torch.float64) / rope.head_dim)
     if rope.factors is not None:
         theta = theta / torch.tensor(rope.factors, dtype=torch.float64)
@@ -81,9 +81,10 @@ def _cos_sin(rope: Rope, positions: Tensor, dtype: torch.dtype, device: torch.de
 
 
 @lru_cache(maxsize=4)  # all layers of one call ask for the same positions
-def _table(rope: Rope, positions: range, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cos_sin_of_range(rope: Rope, positions: range, dtype: torch.dtype,
+                      device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # the table outlives the call, and a later one may want gradients
-        return _cos_sin(rope, torch.tensor(positions, dtype=torch.float64), dtype, device)
+        return _cos_sin_of(rope, torch.tensor(positions, dtype=torch.float64), dtype, device)
 
 
 def llama3_factors(head_dim: int, base: float, factor: float, low_freq_factor: float, high_freq_factor: float,

@@ -5,8 +5,8 @@
 
 A side has a store in every layer: `ExactStore` keeps everything, `QuantizedStore` is the picture above.
 It decides when tokens are handed to their quantizer; it knows nothing of grids. A group is
-quantized once, when all its tokens are there, and never again; nothing is padded. The only state is the
-tokens themselves, so how a sequence was cut into calls cannot matter. Next file: `cache.py`.
+quantized once, when all its tokens are there, and never again; nothing is padded. What is handed over
+follows from the number of tokens alone, so how a sequence was cut into calls cannot matter. Next file: `cache.py`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmini.attention import View
 from kvmini.errors import KvminiError, count_of
-from kvmini.quantizers.base import Quantizer, Stored
+from kvmini.quantizers.base import Quantizer, Stored, check_tensor
 
 PREFILLS = ("exact", "streamed", "all")
 
@@ -35,7 +35,8 @@ class Side:
         KvminiError if R or F is not a whole number, F is no multiple of the block, or the quantizer has no block.
     Example:
         >>> from kvmini import Side, UniformQuantizer
-        >>> Side(UniformQuantizer(2, "per_channel", 32), residual_length=128).flush_of(layer=0)
+        >>> side = Side(UniformQuantizer(2, "per_channel", 32), residual_length=128)
+        >>> side.flush_of(side.quantizer_of(layer=0))
         32
     """
 
@@ -44,12 +45,11 @@ class Side:
     flush_length: int | None = None
 
     def __post_init__(self):
-        if self.residual_length != 0:
-            count_of(self.residual_length, "residual_length (0 keeps none)")
+        count_of(self.residual_length, "residual_length", lowest=0)
         if self.flush_length is not None:
             count_of(self.flush_length, "flush_length")
         if isinstance(self.quantizer, Quantizer) or not callable(self.quantizer):
-            self.flush_of(0)
+            self.flush_of(self.quantizer_of(0))
 
     def quantizer_of(self, layer: int) -> Quantizer:
         by_layer = callable(self.quantizer) and not isinstance(self.quantizer, Quantizer)
@@ -58,8 +58,8 @@ class Side:
             raise KvminiError(f"a side needs a kvmini Quantizer (subclass it), not {type(quantizer).__name__}")
         return quantizer
 
-    def flush_of(self, layer: int) -> int:
-        block = self.quantizer_of(layer).block
+    def flush_of(self, quantizer: Quantizer) -> int:
+        block = quantizer.block
         if block is None:
             raise KvminiError("a cache cannot use a quantizer with block None (per_tensor): its scale would depend on "
                               "how the sequence was cut into calls; use per_token or per_channel")
@@ -83,7 +83,7 @@ class ExactStore:
 
     def append(self, x: Tensor) -> View:
         """Append tokens; all queries of the call see everything exactly."""
-        self.tokens = x if self.tokens is None else torch.cat([self.tokens, x], dim=-2)
+        self.tokens = x.clone() if self.tokens is None else torch.cat([self.tokens, x], dim=-2)
         return View(self.tokens)
 
     def read(self) -> Tensor:
@@ -91,12 +91,21 @@ class ExactStore:
         return self.tokens
 
     def crop(self, n: int) -> None:
-        """Keep the first n tokens."""
-        self.tokens = self.tokens[..., :n, :].clone()
+        """Keep the first n tokens; with none left, the store is as new."""
+        self.tokens = self.tokens[..., :n, :].clone() if n else None
 
     def reorder(self, rows: Tensor) -> None:
         """Replace batch row i by row rows[i]."""
         self.tokens = self.tokens[rows]
+
+    def mark(self) -> int:
+        """What `rewind` needs to undo all appends made since."""
+        return self.length
+
+    def rewind(self, mark: int) -> None:
+        """Be again as at `mark`."""
+        if self.length > mark:
+            self.crop(mark)
 
     @property
     def length(self) -> int:
@@ -108,7 +117,7 @@ class ExactStore:
         return 0 if self.tokens is None else self.tokens.numel()
 
     @property
-    def exact(self) -> list[Tensor]:
+    def exact_tensors(self) -> list[Tensor]:
         """What is held exactly."""
         return [] if self.tokens is None else [self.tokens]
 
@@ -121,8 +130,9 @@ class QuantizedStore:
     """
 
     def __init__(self, side: Side, layer: int, sinks: int, prefill: str):
-        self.quantizer, self.flush = side.quantizer_of(layer), side.flush_of(layer)
-        self.residual, self.sinks, self.prefill = side.residual_length, sinks, prefill
+        self.quantizer = side.quantizer_of(layer)
+        self.flush, self.residual = side.flush_of(self.quantizer), side.residual_length
+        self.sinks, self.prefill = sinks, prefill
         self.body: Stored | None = None  # batch, heads and dtype come with the first tokens
         self.sink = self.window = None
         self.dropped: list[range] = []  # slots of the body that `crop` cut out of a group
@@ -134,6 +144,7 @@ class QuantizedStore:
         "streamed": each query sees what it would see if tokens came one at a time.
         "all": everything dequantized but the sinks and a last part that fills no block.
         """
+        check_tensor(x)
         if self.body is None:
             self.sink = self.window = x[..., :0, :].detach().clone()
             self.body = self.quantizer.quantize(self.window)
@@ -157,21 +168,30 @@ class QuantizedStore:
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens. A group that n cuts stays whole, its dropped slots marked."""
+        if n == 0:
+            return self.rewind((None, None, None, []))
         n_body = max(0, n - self.sink.shape[-2])  # how many tokens may stay behind the sinks
         self.window = self.window[..., :max(0, n_body - self._n_live), :].clone()
         if n_body < self._n_live:
             slots = int(self._live_slots()[n_body - 1]) + 1 if n_body else 0
             blocks = -(-slots // self.quantizer.block)
             self.body = self.quantizer.take(self.body, blocks=blocks)
-            self.dropped = [cut for cut in self.dropped if cut.stop <= slots]
-            if slots < self.body.n_tokens:
-                self.dropped.append(range(slots, self.body.n_tokens))
+            cut = range(slots, self.body.n_tokens)
+            self.dropped = [*(older for older in self.dropped if older.stop <= slots), *([cut] if cut else [])]
         self.sink = self.sink[..., :n, :].clone()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace batch row i by row rows[i], packed part and exact parts alike."""
         self.sink, self.window = self.sink[rows], self.window[rows]
         self.body = self.quantizer.take(self.body, rows=rows)
+
+    def mark(self) -> tuple:
+        """What `rewind` needs to undo all appends made since: references, for nothing here is changed in place."""
+        return self.sink, self.window, self.body, self.dropped
+
+    def rewind(self, mark: tuple) -> None:
+        """Be again as at `mark`."""
+        self.sink, self.window, self.body, self.dropped = mark
 
     @property
     def length(self) -> int:
@@ -186,7 +206,7 @@ class QuantizedStore:
         return B * Hkv * self.length * D
 
     @property
-    def exact(self) -> list[Tensor]:
+    def exact_tensors(self) -> list[Tensor]:
         """What is held exactly."""
         return [] if self.body is None else [self.sink, self.window]
 

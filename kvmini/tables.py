@@ -4,7 +4,7 @@ Every figure and every verdict is computed from the rows; nothing is measured he
 """
 
 from collections.abc import Sequence
-from math import log
+from math import exp, log
 from typing import Any
 
 from kvmini.experiments import ADDED, AXIS_CHOICES, RIGHT
@@ -48,7 +48,7 @@ def ablation_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
                  + ("." if stored == consumed else ": the stored error points the wrong way."))
     gap = log(right["perplexity"] / exact)
     if gap < 0.01:
-        found.append(f"The right axes alone cost {100 * gap:.1f}% of perplexity: there is nothing to give back.")
+        found.append(f"The right axes alone change perplexity by {exp(gap) - 1:+.1%}: there is nothing to give back.")
     else:
         ladder = [right["perplexity"], *(by_name[name]["perplexity"] for name in ADDED)]
         gains = [f"{name} {log(before / now) / gap:.0%}"
@@ -65,6 +65,6 @@ def ablation_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _prefers(token: float, channel: float) -> str:
-    return "per_token" if token < channel else "per_channel"
+    return "neither axis" if token == channel else "per_token" if token < channel else "per_channel"
 
 

@@ -52,7 +52,9 @@ def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float3
     weights = {}
     for tensor in tqdm(reader.tensors, desc="loading", leave=False, disable=None if progress else True):
         try:
-            weights[_name(tensor.name)] = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
+            array = gguf.dequantize(tensor.data, tensor.tensor_type)
+            exact = tensor.name == "rope_freqs.weight"  # goes into float64 angles, not through the model's type
+            weights[_name(tensor.name)] = torch.tensor(array, dtype=torch.float64 if exact else dtype)
         except NotImplementedError:
             raise KvminiError(f"{path}: the gguf package cannot dequantize {tensor.tensor_type.name}, the format of "
                               f"tensor {tensor.name}") from None

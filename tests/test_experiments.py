@@ -101,6 +101,9 @@ def test_the_sentences_follow_the_figures():
     for row in agreeing:
         row["output_error"] = row["value_error"]
     assert "wrong way" not in " ".join(ablation_findings(agreeing))
+    for row in agreeing:
+        row["value_error"] = row["output_error"] = 0.0
+    assert "prefers neither axis" in " ".join(ablation_findings(agreeing))
 
 
 def test_table_and_figure_hold_every_row():

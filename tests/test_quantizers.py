@@ -95,6 +95,11 @@ def test_directed_rounding_is_the_nearest_value_on_its_side(value, dtype):
     assert (near - x).abs() == torch.minimum(x - low, high - x)
 
 
+def test_halves_between_two_values_go_to_the_even_one():
+    x = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, -1 - 2**-11, 3 * 2.0**-25], dtype=torch.float64)
+    assert round_nearest(x, torch.float16).tolist() == [1, 1 + 2**-9, -1, 2.0**-23]
+
+
 def test_float64_is_rounded_once_to_16_bits():
     just_over_half = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)
     assert round_nearest(just_over_half, torch.float16).item() == 1 + 2**-10  # through float32 it would be 1
@@ -189,6 +194,25 @@ def test_finite_in_gives_finite_out_or_says_what_does_not_fit(dtype, scale_dtype
         assert off <= at_most + 2.0**-24
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n_bits", [3, 8])
+def test_no_grid_point_past_the_largest_value_becomes_infinite(dtype, n_bits):
+    x = torch.rand(4000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = (torch.finfo(dtype).max * (1 - x / 50)).to(dtype)  # the top of a grid that covers may lie above its group
+    quantizer = UniformQuantizer(n_bits, "per_token", 4, scale_dtype=torch.float32)
+    assert torch.isfinite(quantizer.dequantize(quantizer.quantize(x))).all()
+
+
+def test_the_scale_of_a_range_is_never_zero():
+    x = torch.tensor([[0.0, 5e-324, 1e-323, 0.0]], dtype=torch.float64)
+    assert UniformQuantizer(8, "per_token", 4).quantize(x).scale.item() > 0
+
+
+def test_what_is_stored_holds_no_graph():
+    stored = UniformQuantizer(2, "per_token", 8).quantize(torch.randn(2, 8, requires_grad=True))
+    assert all(part.grad_fn is None and not part.requires_grad for part in stored.parts.values())
+
+
 def test_past_the_largest_float16_is_an_error_even_where_rounding_would_hide_it():
     for row in ([65510.0, 65510.0], [-65510.0, 0.0]):
         with pytest.raises(KvminiError, match=r"minimum.*float16"):
@@ -260,6 +284,19 @@ def test_quantizing_pieces_is_quantizing_the_whole(quantizer, blocks_a, blocks_b
     assert same(quantizer.take(whole, rows=rows), quantizer.quantize(torch.cat([a, b], -2)[rows]))
 
 
+def test_what_cannot_be_cut_or_joined_says_so():
+    whole = UniformQuantizer(2, "per_tensor")
+    stored = whole.quantize(torch.randn(2, 3, 8, 16))
+    for cut in (lambda: whole.cat(stored, stored), lambda: whole.take(stored, blocks=1)):
+        with pytest.raises(KvminiError, match="one piece"):
+            cut()
+    rows = UniformQuantizer(2, "per_token", 8)
+    flat = rows.quantize(torch.randn(4, 16))
+    with pytest.raises(KvminiError, match="batch rows"):
+        rows.take(flat, rows=torch.tensor([0]))
+    assert rows.take(flat, blocks=9).n_tokens == 4
+
+
 @given(quantizers(), st.integers(0, 99))
 def test_batch_rows_share_no_group(quantizer, seed):
     x = tensor("normal", (2, 3, 8, 16), torch.float32, seed)
@@ -271,6 +308,7 @@ def test_batch_rows_share_no_group(quantizer, seed):
 
 @given(quantizers(), st.sampled_from(FLOATS))
 def test_no_tokens_take_no_bytes(quantizer, dtype):
+    assert quantizer.quantize(torch.empty(0, 3, 8, 16, dtype=dtype)).nbytes == 0
     stored = quantizer.quantize(torch.empty(2, 3, 0, 16, dtype=dtype))
     assert (stored.nbytes, stored.n_tokens, stored.bits_per_element) == (0, 0, 0.0)
     x_hat = quantizer.dequantize(stored)

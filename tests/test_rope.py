@@ -21,7 +21,7 @@ def oracle(x, positions, base, factors=None):
     return np.concatenate([pairs.real, pairs.imag], axis=-1).astype(np.float64)
 
 
-@given(st.sampled_from([2, 8, 64]), st.sampled_from([10000.0, 100000.0, 500000.0]), st.integers(0, FAR),
+@given(st.sampled_from([2, 8, 64, 80, 96]), st.sampled_from([10000.0, 100000.0, 500000.0]), st.integers(0, FAR),
        st.integers(0, 99))
 def test_apply_is_the_rotation_of_pairs_at_any_position(head_dim, base, start, seed):
     x = torch.randn(2, 3, 5, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

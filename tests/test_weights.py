@@ -198,10 +198,12 @@ def test_a_format_that_gguf_cannot_undo_is_named(tmp_path):
     refusal(path, path, "I32", "output_norm.weight")
 
 
-def test_rope_freqs_reach_the_rope(tmp_path):
-    file = tiny_llama()
-    file.tensors["rope_freqs.weight"] = np.array([1, 1.5, 4, 8], np.float32)
-    assert load_model(file.write(tmp_path / "m.gguf"))[0].config.rope == Rope(8, 1000.0, (1.0, 1.5, 4.0, 8.0))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rope_freqs_reach_the_rope_in_full(tmp_path, dtype):
+    file, factors = tiny_llama(), np.array([1, 1.3, 4.7, 8], np.float32)
+    file.tensors["rope_freqs.weight"] = factors
+    rope = load_model(file.write(tmp_path / "m.gguf"), dtype=dtype)[0].config.rope
+    assert rope == Rope(8, 1000.0, tuple(factors.tolist()))
 
 
 def test_linear_scaling_reaches_the_rope(tmp_path):

@@ -97,6 +97,7 @@ class Quantizer(ABC):
 
     def cat(self, a: Stored, b: Stored) -> Stored:
         """Two stored pieces as one, b's tokens after a's."""
+        self._check_block()
         parts = {name: torch.cat([part, b.parts[name]], dim=-2) for name, part in a.parts.items()}
         return replace(a, parts=parts, shape=(*a.shape[:-2], a.n_tokens + b.n_tokens, a.shape[-1]))
 
@@ -104,10 +105,14 @@ class Quantizer(ABC):
         """Some batch rows (`rows`, indices into the first dimension), or only the first `blocks` blocks."""
         parts, (*lead, T, D) = stored.parts, stored.shape
         if rows is not None:
+            if not lead:
+                raise KvminiError("a tensor [T, D] has no batch rows to take")
             parts = {name: part[rows] for name, part in parts.items()}
             lead[0] = len(rows)
         if blocks is not None:
+            self._check_block()
             here = T // self.block
+            blocks = min(blocks, here)
             parts = {name: part[..., :blocks * part.shape[-2] // max(1, here), :].clone()
                      for name, part in parts.items()}
             T = blocks * self.block
@@ -124,6 +129,10 @@ class Quantizer(ABC):
     def map_output(self, out: Tensor) -> Tensor:
         """What a kernel does to the output when it reads values without `dequantize`: here, nothing."""
         return out
+
+    def _check_block(self) -> None:
+        if self.block is None:
+            raise KvminiError("what a quantizer with block None stored is one piece: it cannot be joined or cut")
 
 
 def check_tensor(x: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvmini import axes
-from kvmini.errors import KvminiError
+from kvmini.errors import KvminiError, count_of
 from kvmini.packing import pack
 from kvmini.quantizers.base import Quantizer, Stored, check_tensor
 from kvmini.rounding import round_down, round_nearest, round_up
@@ -54,10 +54,9 @@ class UniformQuantizer(Quantizer):
     scale_dtype: torch.dtype = torch.float16
 
     def __post_init__(self):
-        lowest = 2 if self.symmetric else 1
-        if isinstance(self.n_bits, bool) or not isinstance(self.n_bits, int) or not lowest <= self.n_bits <= 8:
-            kind = "symmetric " if self.symmetric else ""
-            raise KvminiError(f"{kind}n_bits must be a whole number from {lowest} to 8, not {self.n_bits!r}")
+        if self.symmetric:
+            count_of(self.n_bits, "symmetric n_bits", lowest=2, highest=8)
+        count_of(self.n_bits, "n_bits", highest=8)
         axes.check(self.axis, self.group_size)
         if self.scale_dtype not in SCALE_DTYPES:
             raise KvminiError(f"scale_dtype must be one of {', '.join(map(str, SCALE_DTYPES))}, not {self.scale_dtype}")
@@ -83,7 +82,7 @@ class UniformQuantizer(Quantizer):
         step, start = self._step_and_start(parts, groups.dtype)
         centre = start + self.zero_code * step
         codes = torch.where(step > 0, (groups - centre) / step, 0).round() + self.zero_code
-        codes = axes.join(codes.clamp(0, self.levels).to(torch.uint8), self.axis, x.shape)
+        codes = axes.join(codes.to(torch.uint8), self.axis, x.shape)  # no clamp: the grid covers its group
         return Stored({"packed": pack(codes, self.n_bits), **parts}, tuple(x.shape), x.dtype, self.n_bits)
 
     def dequantize(self, stored: Stored) -> Tensor:
@@ -109,7 +108,8 @@ class UniformQuantizer(Quantizer):
         self._fits(low, "minimum")
         constant = low == high
         minimum = torch.where(constant, round_nearest(low, self.scale_dtype), round_down(low, self.scale_dtype))
-        scale = torch.where(constant, 0, (high - minimum.double()) / self.levels)
+        scale = ((high - minimum.double()) / self.levels).clamp(min=5e-324)  # float64 itself may underflow
+        scale = torch.where(constant, 0, scale)
         return {"scale": round_up(self._fits(scale, "scale"), self.scale_dtype), "minimum": minimum}
 
     def _step_and_start(self, parts: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
