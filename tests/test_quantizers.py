@@ -197,8 +197,9 @@ def test_finite_in_gives_finite_out_or_says_what_does_not_fit(dtype, scale_dtype
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n_bits", [3, 8])
 def test_no_grid_point_past_the_largest_value_becomes_infinite(dtype, n_bits):
-    x = torch.rand(4000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x = (torch.finfo(dtype).max * (1 - x / 50)).to(dtype)  # the top of a grid that covers may lie above its group
+    x = 2 * torch.rand(4000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) - 1
+    x[:, 0] = 1  # the top of a grid that covers may lie above its group
+    x = (torch.finfo(dtype).max * x).to(dtype)
     quantizer = UniformQuantizer(n_bits, "per_token", 4, scale_dtype=torch.float32)
     assert torch.isfinite(quantizer.dequantize(quantizer.quantize(x))).all()
 
