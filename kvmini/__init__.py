@@ -5,6 +5,12 @@ policies, model, tokenizer, weights, metrics, evaluate, experiments, tables, plo
 imports only what comes before it.
 """
 
+import os
+
+# Before torch is loaded: threads that wait actively make every small operation 20 times slower on a machine
+# of few cores as soon as another process runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from kvmini import policies
 from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache
 from kvmini.errors import KvminiError

@@ -61,7 +61,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     add("--quiet", action="store_true", help="no progress bars, nothing but the result")
 
-    parser = Parser(prog="kvmini", description="KV-cache quantization, measured on a real model.",
+    parser = Parser(prog="python -m kvmini", description="KV-cache quantization, measured on a real model.",
                     epilog="Without a command: ablate.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     command = commands.add_parser("ablate", parents=[common], help="the headline table: four ways to spend two bits")
@@ -133,7 +133,7 @@ def generate_text(args: argparse.Namespace) -> None:
         new = generate(model, ids, cache, args.max_new_tokens, args.temperature, args.seed, tokenizer.stop_ids, stream)
         speed = new.shape[1] / (time.perf_counter() - started)
         rows.append({"policy": name, "prompt_tokens": ids.shape[1], "new_tokens": new.shape[1],
-                     "text": tokenizer.decode(new[0].tolist(), before), "tokens_per_s": speed,
+                     "text": stream.shown, "tokens_per_s": speed,
                      "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element})
         print("" if args.quiet else
               f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
@@ -168,6 +168,8 @@ def _name(path: Path | None, default: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign still gets the rest
     try:
         args = arguments(sys.argv[1:] if argv is None else argv)
         if getattr(args, "threads", None):

@@ -82,6 +82,9 @@ def ablation(model: Llama, tokenizer: Tokenizer, ids: torch.Tensor, policies: di
     rows = [_settings(name, policy) for name, policy in policies.items()]
     quantized = [row for row in rows if policies[row["name"]] is not None]
     prompts, answers = recall_items(tokenizer, prose("report"), seed=seed)
+    needed = prompts.shape[1] + answers.shape[1]
+    if needed > model.config.context_length:
+        raise KvminiError(f"recall needs {needed} tokens, past the model's context of {model.config.context_length}")
     with tqdm(total=1 + 2 * len(rows), desc="errors", leave=False, disable=None if progress else True) as bar:
         measured = errors(model, ids, [policies[row["name"]] for row in quantized])
         for row, figures in zip(quantized, measured, strict=True):

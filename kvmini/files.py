@@ -18,7 +18,7 @@ FIGURES = (".png", ".svg", ".pdf")
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file; KvminiError where there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise KvminiError(f"cannot read text {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -38,7 +38,7 @@ def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:
     try:
         if path.is_dir():
             raise KvminiError(f"cannot write {path}: it is a folder, name a file")
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
         raise KvminiError(f"cannot write {path}: {error.strerror}") from None
@@ -58,10 +58,14 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a neighbour, then rename it: a reader never meets half a file."""
+    path = path.resolve()  # a link stays, what it names is replaced
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:
-        write(part)
-        os.replace(part, path)
+        if path.exists() and not path.is_file():
+            write(path)  # a pipe or a device, which has no halves
+        else:
+            write(part)
+            os.replace(part, path)
     except OSError as error:
         raise KvminiError(f"cannot write {path}: {error.strerror}") from None
     finally:

@@ -46,6 +46,8 @@ def ablation_findings(rows: Sequence[dict[str, Any]]) -> list[str]:
                  f"{channel['value_error']:.1f}% per_channel), the consumer prefers {consumed} "
                  f"({token['output_error']:.1f}% and {channel['output_error']:.1f}%)"
                  + ("." if stored == consumed else ": the stored error points the wrong way."))
+    if any(row["prefill"] and row["body_bits_per_element"] is None for row in rows):
+        found.append("Rows without bits of a body quantized nothing on so short a text: they are exact.")
     gap = log(right["perplexity"] / exact)
     if gap < 0.01:
         found.append(f"The right axes alone change perplexity by {exp(gap) - 1:+.1%}: there is nothing to give back.")

@@ -1,8 +1,9 @@
 """Text to token ids and back, with the vocabulary that the checkpoint carries.
 
 The `tokenizers` library does the work; this file only tells it what a GGUF file says: byte-level BPE
-("gpt2": merges are in the file) or SentencePiece BPE ("llama": merges follow from the scores). No begin
-token is added. Control tokens written out in a text (`<|im_start|>`) count as that token. Next: `weights.py`.
+("gpt2": merges are in the file) or SentencePiece BPE ("llama": merges follow from the scores; of two
+pieces with equal scores the earlier one wins here, the leftmost in SentencePiece). No begin token is
+added. Control tokens written out in a text (`<|im_start|>`) count as that token. Next: `weights.py`.
 """
 
 from typing import Any

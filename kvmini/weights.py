@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvmini.errors import KvminiError, count_of
+from kvmini.errors import KvminiError
 from kvmini.model import Config, Llama
 from kvmini.rope import Rope
 from kvmini.tokenizer import Tokenizer
@@ -58,17 +58,21 @@ def load_model(path: str | Path | None = None, dtype: torch.dtype = torch.float3
         except NotImplementedError:
             raise KvminiError(f"{path}: the gguf package cannot dequantize {tensor.tensor_type.name}, the format of "
                               f"tensor {tensor.name}") from None
+    try:
+        config, tokenizer = _config(metadata, weights), Tokenizer(metadata)
+    except KvminiError as error:
+        raise KvminiError(f"{path}: {error}") from None
     with torch.device("meta"):
-        model = Llama(_config(metadata, weights)).to(dtype)
+        model = Llama(config).to(dtype)
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:  # torch lists every tensor that is missing, unexpected or of another size
         raise KvminiError(f"{path} does not hold a plain Llama: {' '.join(str(error).split())[:400]}") from None
     for attention in (layer.attention for layer in model.layers):
-        for linear, n_heads in ((attention.q, model.config.n_heads), (attention.k, model.config.n_kv_heads)):
+        for linear, n_heads in ((attention.q, config.n_heads), (attention.k, config.n_kv_heads)):
             for parameter in linear.parameters():
                 parameter.data = half_split_rows(parameter.data, n_heads)
-    return model.requires_grad_(False).eval(), Tokenizer(metadata)
+    return model.requires_grad_(False).eval(), tokenizer
 
 
 def half_split_rows(weight: Tensor, n_heads: int) -> Tensor:
@@ -124,17 +128,19 @@ def _config(metadata: dict[str, Any], weights: dict[str, Tensor]) -> Config:
         value = metadata.get(f"llama.{name}", default)
         if value is None:
             raise KvminiError(f"the GGUF file has no metadata key 'llama.{name}'")
-        if not isinstance(value, (int, float, str)):
-            raise KvminiError(f"'llama.{name}' must be one value for all layers, not {value!r}")
+        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise KvminiError(f"'llama.{name}' must be one number above 0, the same for all layers, not {value!r}")
         return value
 
-    n_heads, hidden = count_of(get("attention.head_count"), "llama.attention.head_count"), get("embedding_length")
+    n_heads, n_layers, hidden = get("attention.head_count"), get("block_count"), get("embedding_length")
+    if f"layers.{n_layers - 1}.attention.q.weight" not in weights:
+        raise KvminiError(f"'llama.block_count' is {n_layers}, but there is no tensor blk.{n_layers - 1}.attn_q.weight")
     head_dim = get("attention.key_length", hidden // n_heads)
     if get("rope.dimension_count", head_dim) != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise KvminiError("partial RoPE, or values of another head_dim than keys, is not supported")
     factors = weights.pop("rope_freqs.weight", None)
     factors = None if factors is None else tuple(factors.tolist())
-    scaling = get("rope.scaling.type", "none")
+    scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling == "linear":
         factors = (float(get("rope.scaling.factor")),) * (head_dim // 2)
     elif scaling != "none":
@@ -142,7 +148,7 @@ def _config(metadata: dict[str, Any], weights: dict[str, Tensor]) -> Config:
     if "embedding.weight" not in weights:
         raise KvminiError("the GGUF file has no tensor token_embd.weight")
     return Config(
-        n_layers=get("block_count"), n_heads=n_heads, n_kv_heads=get("attention.head_count_kv", n_heads),
+        n_layers=n_layers, n_heads=n_heads, n_kv_heads=get("attention.head_count_kv", n_heads),
         head_dim=head_dim, hidden_size=hidden, ffn_size=get("feed_forward_length"),
         vocab_size=weights["embedding.weight"].shape[0], context_length=get("context_length"),
         norm_eps=get("attention.layer_norm_rms_epsilon"),
@@ -181,12 +187,13 @@ def cache_folder() -> Path:
 
 
 def _is_right(path: Path) -> bool:
-    if not path.is_file():
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError:  # not there, or not for us: if it cannot be replaced either, that is said then
         return False
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
     return digest.hexdigest() == SHA256
 
 

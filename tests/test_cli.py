@@ -16,7 +16,7 @@ from gguf_files import always_saying, byte_level, sentencepiece, tiny_llama
 from kvmini import KvminiError, load_model, plots, tables, weights
 from kvmini.__main__ import PROMPT, arguments, main
 from kvmini.experiments import prose
-from kvmini.files import write_figure, write_json
+from kvmini.files import read_text, write_figure, write_json, write_json
 
 SIZES = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden": 32, "ffn": 48, "context": 1024}
 
@@ -425,6 +425,30 @@ def test_what_ablate_prints(ablated, content):
     assert tables.ablation(content["rows"]) in quiet
     assert all(sentence in quiet for sentence in tables.ablation_findings(content["rows"]))
     assert loud.startswith(quiet) and "threads" in loud and "threads" not in quiet
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_links_and_pipes_are_written_to_not_replaced(tmp_path):
+    (tmp_path / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    write_json(tmp_path / "link.json", {"a": 1})
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "target.json").read_text()) == {"a": 1}
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE)
+    write_json(tmp_path / "pipe", {"b": 2})
+    assert json.loads(reader.communicate()[0]) == {"b": 2} and (tmp_path / "pipe").is_fifo()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "windows.txt").write_text("Salt", encoding="utf-8-sig")
+    assert read_text(tmp_path / "windows.txt") == "Salt"
+
+
+def test_a_terminal_without_the_sign_still_gets_the_table(ablated, folder):
+    argv = [sys.executable, "-m", "kvmini", "generate", "--model", folder / "m.gguf", "--prompt", "\u00b1", "--quiet",
+            "--max-new-tokens", "1"]
+    run = subprocess.run(argv, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False)
+    assert run.returncode == 0 and run.stderr == b"" and run.stdout.startswith(b"?")
 
 
 # fetch, and the model that is used without --model

@@ -103,6 +103,9 @@ def test_the_sentences_follow_the_figures():
     assert "wrong way" not in " ".join(ablation_findings(agreeing))
     for row in agreeing:
         row["value_error"] = row["output_error"] = 0.0
+    assert "so short a text" not in " ".join(ablation_findings(agreeing))
+    agreeing[-1]["body_bits_per_element"] = None
+    assert "so short a text" in " ".join(ablation_findings(agreeing))
     assert "prefers neither axis" in " ".join(ablation_findings(agreeing))
 
 

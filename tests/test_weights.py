@@ -298,7 +298,8 @@ def test_a_missing_metadata_key(tmp_path, key):
 def test_a_missing_tensor(tmp_path, name):
     file = tiny_llama(n_layers=1)
     del file.tensors[name]
-    refusal(file.write(tmp_path / "m.gguf"), name if "embd" in name else "Missing key")
+    known_by_name = ("token_embd.weight", "blk.0.attn_q.weight")
+    refusal(file.write(tmp_path / "m.gguf"), name if name in known_by_name else "Missing key")
 
 
 def test_tensors_of_a_mixture_of_experts(tmp_path):
@@ -324,6 +325,16 @@ def test_sizes_that_the_tensors_do_not_have(tmp_path, changes):
     file = tiny_llama()
     file.metadata |= {f"llama.{name}": value for name, value in changes.items()}
     refusal(file.write(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("rope.freq_base", 0.0), ("rope.freq_base", "x"), ("attention.layer_norm_rms_epsilon", "a"), ("context_length", 0),
+    ("attention.layer_norm_rms_epsilon", float("nan")), ("rope.freq_base", float("inf")), ("block_count", 2**31)])
+def test_sizes_that_are_no_sizes(tmp_path, name, value):
+    file = tiny_llama()
+    file.metadata[f"llama.{name}"] = value
+    path = file.write(tmp_path / "m.gguf")
+    refusal(path, path, name)
 
 
 def test_a_projection_of_another_size(tmp_path):
@@ -476,6 +487,12 @@ def test_a_cache_folder_below_a_file_is_an_error(tmp_path, cache, monkeypatch, n
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVMINI_CACHE", str(tmp_path / "file" / "cache"))
     fetch_fails(tmp_path / "file" / "cache", "KVMINI_CACHE")
+
+
+def test_a_folder_in_the_place_of_the_file_is_an_error_not_a_traceback(tmp_path, cache, content):
+    offer(tmp_path, {MEMBER: content})
+    (cache / weights.FILE_NAME).mkdir(parents=True)
+    fetch_fails(cache, "KVMINI_CACHE")
 
 
 def test_pip_that_finds_nothing(cache):
