@@ -16,7 +16,7 @@ from gguf_files import always_saying, byte_level, sentencepiece, tiny_llama
 from kvmini import KvminiError, load_model, plots, tables, weights
 from kvmini.__main__ import PROMPT, arguments, main
 from kvmini.experiments import prose
-from kvmini.files import read_text, write_figure, write_json, write_json
+from kvmini.files import read_text, write_figure, write_json
 
 SIZES = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden": 32, "ffn": 48, "context": 1024}
 
