@@ -7,9 +7,9 @@ imports only what comes before it.
 
 import os
 
-# Before torch is loaded: threads that wait actively make every small operation 20 times slower on a machine
-# of few cores as soon as another process runs.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch is loaded. Its threads wait for each other actively, for milliseconds: on a machine of few cores
+# one other busy process then makes every small operation 20 times slower. Waiting more briefly avoids that.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from kvmini import policies
 from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache
