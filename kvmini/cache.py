@@ -84,13 +84,13 @@ class KVCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """The one door: append, attend, hand over. (`layer_input` is for a cache that keeps it instead of k and v.)"""
-        first = self.values[layer].length
-        B, H, S, D = q.shape
-        if (B, S, D, q.dtype) != (k.shape[0], *k.shape[2:], k.dtype) or H % k.shape[1]:
+        first, S = self.values[layer].length, q.shape[-2]
+        alike = q.ndim == k.ndim == 4 and (q[:, 0].shape, q.dtype) == (k[:, 0].shape, k.dtype)
+        if not alike or q.shape[1] % k.shape[1]:
             raise KvminiError(f"queries {q.dtype} {list(q.shape)} do not fit keys {k.dtype} {list(k.shape)}: "
                               "[B, H, S, D] and [B, Hkv, S, D] with H a multiple of Hkv")
         keys, values = self.append(layer, k, v)
-        return attention(self.rope.apply(q, range(first, first + q.shape[-2])), keys, values, first)
+        return attention(self.rope.apply(q, range(first, first + S)), keys, values, first)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[View, View]:
         """Append tokens without attending; returns rotated keys and values as this call's queries see them.
