@@ -2,7 +2,7 @@
 
 The last dimension is a little-endian stream of bits: code j sits at bits `j * n_bits` onwards, padded
 once, at the end of the row, to a whole byte. At 2 bits a byte holds four codes; at 3 bits three bytes
-hold eight. It does not know what the codes mean. Next file: `quantizers/base.py`.
+hold eight. It does not know what the codes mean. Next file: `rounding.py`.
 """
 
 from math import gcd

@@ -142,7 +142,8 @@ class QuantizedStore:
 
         One token, or prefill "exact": all queries see the store as it was, and the new tokens exactly.
         "streamed": each query sees what it would see if tokens came one at a time.
-        "all": everything dequantized but the sinks and a last part that fills no block.
+        "all": everything dequantized but the sinks and a last part that fills no block. (For tables only: an
+        early query sees a per_channel group whose scale later tokens have set.)
         """
         check_tensor(x)
         if self.body is None:
@@ -158,7 +159,9 @@ class QuantizedStore:
         self._hand_over()
         if mode == "exact":
             return View(before)
-        already = first + torch.arange(x.shape[-2], device=x.device)  # tokens that came before each query
+        # `end`: where the body ended before this call. A query with `already` tokens before it sees as stored what
+        # would have been handed over by then, a multiple of `flush`.
+        already = first + torch.arange(x.shape[-2], device=x.device)
         boundary = end + (already - end - self.residual).clamp(min=0) // self.flush * self.flush
         return View(before, self.read(), boundary)
 
@@ -225,6 +228,7 @@ class QuantizedStore:
         return x[..., self._live_slots(), :] if self.dropped else x
 
     def _read_all(self) -> Tensor:
+        """What "all" shows: the window quantized too, as far as it fills blocks."""
         n = self.window.shape[-2] // self.quantizer.block * self.quantizer.block
         older = self.quantizer.dequantize(self.quantizer.quantize(self.window[..., :n, :]))
         return torch.cat([self.sink, self._read_body(), older, self.window[..., n:, :]], dim=-2)

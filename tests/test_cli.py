@@ -142,11 +142,12 @@ def test_rows_of_the_json(content):
     assert all(keys <= row.keys() for row in content["rows"])
     axes = [(key, value) for key in ("per_token", "per_channel") for value in ("per_token", "per_channel")]
     assert [row["name"] for row in content["rows"]] == [
-        "exact", *(f"K {key} V {value}" for key, value in axes), "+ residual 128", "+ sinks 4", "+ pre-RoPE", "t-t-2"]
+        "exact", *(f"K {key} V {value}" for key, value in axes), "the right axes, streamed", "+ residual 128",
+        "+ sinks 4", "+ pre-RoPE", "t-t-2"]
     assert [(row["key_axis"], row["value_axis"]) for row in content["rows"][1:5]] == axes
     settings = [[row[name] for name in ("residual_length", "sink_length", "pre_rope", "prefill")]
-                for row in content["rows"][4:]]
-    assert settings == [[0, 0, False, "all"], [128, 0, False, "streamed"], [128, 4, False, "streamed"],
+                for row in content["rows"][5:]]
+    assert settings == [[0, 0, False, "streamed"], [128, 0, False, "streamed"], [128, 4, False, "streamed"],
                         [128, 4, True, "streamed"], [0, 0, False, "streamed"]]
 
 
@@ -160,10 +161,10 @@ def test_the_row_named_exact(content):
 
 def test_rows_that_quantize(content):
     """96 tokens are three groups of 32 and fewer than a window of 128, so the window keeps everything exact."""
-    for row in content["rows"][1:5]:
+    for row in content["rows"][1:6]:
         assert row["body_bits_per_element"] == row["bits_per_element"] == 2 + 32 / 32
         assert all(row[name] > 1 for name in FIGURES[4:])
-    for row in content["rows"][5:8]:
+    for row in content["rows"][6:9]:
         assert row["body_bits_per_element"] is None and row["bits_per_element"] == 32
         assert [row[name] for name in FIGURES[4:]] == pytest.approx([0, 0, 0, 0], abs=1e-3)
         assert row["perplexity"] == pytest.approx(content["rows"][0]["perplexity"], rel=1e-5)

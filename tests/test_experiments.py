@@ -22,7 +22,8 @@ def test_the_prose_is_long_plain_and_of_three_different_texts():
 
 def test_the_rows_build_on_each_other():
     chosen = ablation_policies(2, 32)
-    assert list(chosen) == ["exact", *(f"K {key} V {value}" for key, value in AXIS_CHOICES), "+ residual 128",
+    assert list(chosen) == ["exact", *(f"K {key} V {value}" for key, value in AXIS_CHOICES),
+                            "the right axes, streamed", "+ residual 128",
                             "+ sinks 4", "+ pre-RoPE"]
     right = "k=per_channel:2:32,v=per_token:2:32"
     assert chosen["K per_channel V per_token"] == policies.get(f"{right},prefill=all")
@@ -84,7 +85,8 @@ def rows(value_axis_matters=False, right=20.0):
                      "key_error": policy and 10.0, "score_error": policy and 20.0,
                      "value_error": policy and (30.0 if wrong_value else 40.0),
                      "output_error": policy and (60.0 if wrong_value else 25.0)})
-    set_to = {"exact": 10.0, "+ residual 128": 200**0.5, "+ sinks 4": 11.0, "+ pre-RoPE": 10.0}
+    set_to = {"exact": 10.0, "the right axes, streamed": right, "+ residual 128": 200**0.5, "+ sinks 4": 11.0,
+              "+ pre-RoPE": 10.0}
     for row in made:
         row["perplexity"] = set_to.get(row["name"], row["perplexity"])
     return made
@@ -111,7 +113,7 @@ def test_the_sentences_follow_the_figures():
 
 def test_table_and_figure_hold_every_row():
     text = table(rows())
-    assert all(row["name"] in text for row in rows()) and len({len(line) for line in text.splitlines()[2:10]}) == 1
+    assert all(row["name"] in text for row in rows()) and len({len(line) for line in text.splitlines()[2:11]}) == 1
     labels = [label.get_text() for label in figure(rows(), "title").axes[0].get_yticklabels()]
     assert len(labels) == 7 and labels[0] == "K per token V per channel"
 

@@ -89,7 +89,7 @@ class UniformQuantizer(Quantizer):
         dtype = self._arithmetic(stored.dtype)
         step, start = self._step_and_start(stored.parts, dtype)
         groups = axes.split(stored.codes(), self.axis, self.group_size).to(dtype)
-        groups = torch.addcmul(start, groups, step)  # the product is exact, so this rounds once, fused or not
+        groups = torch.addcmul(start, groups, step)  # code (8 bits) * scale (11) is exact: rounds once, fused or not
         limit = torch.finfo(stored.dtype).max
         if limit < torch.finfo(dtype).max:
             groups = groups.clamp(-limit, limit)
