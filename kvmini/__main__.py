@@ -104,7 +104,7 @@ def ablate(args: argparse.Namespace) -> None:
     if args.json:
         write_json(args.json, {"command": "ablate", **source, "rows": rows})
     if args.figure:
-        title += "; axis choices: prefill all, what is added: streamed"
+        title += "; axis choices: prefill all, light bars: streamed"
         write_figure(args.figure, plots.ablation(rows, title))
 
 

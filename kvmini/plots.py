@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from kvmini.experiments import ADDED, AXIS_CHOICES
+from kvmini.experiments import ADDED, AXIS_CHOICES, STREAMED
 
 DARK, LIGHT, INK = "#1f4e79", "#a9c7e8", "#222222"
 
@@ -22,9 +22,9 @@ def ablation(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     figure.suptitle(title, fontsize=9)
 
     names = [f"K {key} V {value}" for key, value in AXIS_CHOICES]
-    names = [*sorted(names, key=lambda name: -by_name[name]["perplexity"]), *ADDED]
+    names = [*sorted(names, key=lambda name: -by_name[name]["perplexity"]), STREAMED, *ADDED]
     heights = [by_name[name]["perplexity"] for name in names]
-    colours = [LIGHT if name in ADDED else DARK for name in names]
+    colours = [LIGHT if name in (STREAMED, *ADDED) else DARK for name in names]
     bars = left.barh([name.replace("_", " ") for name in names], heights, color=colours, edgecolor=INK)
     left.bar_label(bars, [f"{height:.1f}" for height in heights], padding=3, fontsize=8)
     exact = by_name["exact"]["perplexity"]

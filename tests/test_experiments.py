@@ -115,7 +115,7 @@ def test_table_and_figure_hold_every_row():
     text = table(rows())
     assert all(row["name"] in text for row in rows()) and len({len(line) for line in text.splitlines()[2:11]}) == 1
     labels = [label.get_text() for label in figure(rows(), "title").axes[0].get_yticklabels()]
-    assert len(labels) == 7 and labels[0] == "K per token V per channel"
+    assert len(labels) == 8 and labels[0] == "K per token V per channel"
 
 
 def test_text_ids_takes_the_first_tokens():
