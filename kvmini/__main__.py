@@ -147,13 +147,13 @@ class Stream:
     """Prints tokens as they come; holds back a character that needs more tokens until it is whole."""
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]):
-        self.tokenizer, self.tokens, self.ids, self.shown = tokenizer, before, [], ""
+        self.tokenizer, self.before, self.ids, self.shown = tokenizer, before, [], ""
 
     def __call__(self, token: torch.Tensor) -> None:
         if int(token[0]) in self.tokenizer.stop_ids:
             return
         self.ids.append(int(token[0]))
-        text = self.tokenizer.decode(self.ids, self.tokens).rstrip("\ufffd")
+        text = self.tokenizer.decode(self.ids, self.before).rstrip("\ufffd")
         print(text[len(self.shown):], end="", flush=True)
         self.shown = text
 

@@ -108,6 +108,12 @@ def test_the_sentences_follow_the_figures():
     assert "so short a text" not in " ".join(ablation_findings(agreeing))
     agreeing[-1]["body_bits_per_element"] = None
     assert "so short a text" in " ".join(ablation_findings(agreeing))
+    for row in agreeing:  # no verdict where one of the two has none
+        row["output_error"] = 50.0 if "V per_channel" in row["name"] else 40.0
+    said = " ".join(ablation_findings(agreeing))
+    assert "stored error prefers neither axis" in said and "wrong way" not in said
+    for row in agreeing:
+        row["output_error"] = 0.0
     assert "prefers neither axis" in " ".join(ablation_findings(agreeing))
 
 

@@ -56,6 +56,11 @@ def test_the_numbers_of_the_first_screen_are_counted():
 def test_the_table_is_that_of_the_committed_run():
     result = json.loads((ROOT / "notebooks" / "results" / "ablate.json").read_text(encoding="utf-8"))
     assert table(result["rows"]) in README
+    perplexity = {row["name"]: round(row["perplexity"]) for row in result["rows"]}
+    right, worst, exact = map(int, re.search(r"(\d+) against (\d+) for the worst choice, (\d+) with nothing", " ".join(
+        README.split())).groups())
+    assert (right, exact) == (perplexity["K per_channel V per_token"], perplexity["exact"])
+    assert worst == max(perplexity.values())
     four = re.search(r"CoQA: ([\d., ]+) of ([\d.]+)\)", README).groups()
     assert four == ("63.53, 52.93, 2.88, 2.80", "66.37")  # the article's, rows of KIVI's Table 3
 
