@@ -1,8 +1,9 @@
 """kvmini: KV-cache quantization, small enough to read in an evening.
 
 Reading order: errors, axes, packing, rounding, quantizers/base, quantizers/uniform, rope, attention, store, cache,
-policies, model, tokenizer, weights, metrics, evaluate, experiments, tables, plots, files, __main__. A file
-imports only what comes before it.
+policies, model, tokenizer, weights, metrics, evaluate, experiments, tables, plots, files; then the law-book, laws/law,
+laws/tensors, laws/cases, laws/offers, laws/grids, laws/memory, laws/blocks, laws/consumers, laws/packers, laws/ropes,
+laws/caches, laws/machine, laws/public, laws/report, laws/door; and __main__. A file imports only what comes before it.
 """
 
 import os

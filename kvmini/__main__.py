@@ -1,4 +1,7 @@
-"""The command line: `python -m kvmini [COMMAND]`. Exit status 0, or 2 with one line for a user's mistake."""
+"""The command line: `python -m kvmini [COMMAND]`. Exit status 0, or 2 with one line for a user's mistake.
+
+`laws` alone has a third one: 1 where a law is broken.
+"""
 
 import argparse
 import os
@@ -16,6 +19,9 @@ from kvmini.model import generate
 from kvmini.tokenizer import Tokenizer
 from kvmini.weights import FILE_NAME, default_model, load_model
 
+UNDER_TEST = {"quantizer": "factory(n_bits, axis, group_size)", "cache": "factory(n_layers, rope, policy)",
+              "kernel": "kernel(q, keys, values)", "rope": "factory(head_dim, base)",
+              "packer": "module with pack, unpack and packed_size"}
 PROMPT = "The lighthouse keeper opened the door and"
 
 
@@ -72,6 +78,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N", help="(default: 64)")
     command.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     command.set_defaults(run=generate_text)
+    command = commands.add_parser("laws", help="the law-book, on anybody's quantizer, cache, kernel, RoPE or packer")
+    for kind, what in UNDER_TEST.items():
+        command.add_argument(f"--{kind}", metavar="MODULE:FACTORY", help=f"{what} (default: all of kvmini's own)")
+    command.add_argument("--public", action="store_true", help="judge the public quantizers that are installed")
+    command.add_argument("--list", action="store_true", help="print the laws, judge nothing")
+    command.add_argument("--law", nargs="+", default=[], metavar="NUMBER", help="judge these only, such as L03")
+    command.add_argument("--profile", choices=("dev", "ci", "grade", "hunt"), default="dev",
+                         help="how many examples: 25, 60, 400 (the two always the same), 5000 (default: dev)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts to FILE")
+    command.add_argument("--quiet", action="store_true", help="print what is broken and the count only")
+    command.set_defaults(run=laws)
     command = commands.add_parser("fetch", help="fetch the default model and check its SHA-256")
     command.add_argument("--quiet", action="store_true", help="print the path only")
     command.set_defaults(run=fetch)
@@ -163,6 +180,32 @@ def fetch(args: argparse.Namespace) -> None:
     print(path if args.quiet else f"{path} ({path.stat().st_size:,} bytes, SHA-256 right)")
 
 
+def laws(args: argparse.Namespace) -> int:
+    try:
+        from kvmini.laws.law import chosen
+        from kvmini.laws.report import count, matrix, named, offers_of, public_offers, show
+    except ModuleNotFoundError as error:
+        raise KvminiError(f"the law-book needs hypothesis (pip install hypothesis): {error}") from None
+    book = chosen(args.law)
+    check_writable(args.json)
+    if args.list:
+        print("\n".join(f"{law.number} {law.title} ({law.kind}): {law.statement}" for law in book))
+        return 0
+    given = {kind: getattr(args, kind) for kind in UNDER_TEST}
+    if args.public and any(given.values()):
+        raise KvminiError("give --public, or what is to be judged, not both")
+    found = show(public_offers() if args.public else offers_of(named(given)), book, args.profile, args.quiet)
+    if args.public:
+        print(f"\n{matrix(found)}")
+    for verdict in found:
+        if verdict.outcome == "broken":
+            print(f"\n{verdict}")
+    print(count(found) if args.quiet else f"\n{count(found)}")
+    if args.json:
+        write_json(args.json, {"command": "laws", "profile": args.profile, "rows": [v.row() for v in found]})
+    return int(any(verdict.outcome == "broken" for verdict in found) and not args.public)
+
+
 def _name(path: Path | None, default: str) -> str:
     return path.name if path else default
 
@@ -174,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         args = arguments(sys.argv[1:] if argv is None else argv)
         if getattr(args, "threads", None):
             torch.set_num_threads(args.threads)
-        args.run(args)
+        return args.run(args) or 0
     except KvminiError as error:
         print(f"kvmini: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,4 @@
-"""What the tests of caches draw from: tokens, ways to cut them into calls, policies; and the hand-over rule."""
-
+"""What the tests of caches draw from: tokens, ways to cut them into calls, policies."""
 
 import torch
 from hypothesis import strategies as st
@@ -45,13 +44,6 @@ def sides(draw):
 def cache_policies(prefills=PREFILLS):
     return st.builds(CachePolicy, sides(), sides(), st.sampled_from([0, 1, 4]), st.booleans(),
                      st.sampled_from(prefills))
-
-
-def handed(n, side, sinks, base=None):
-    """Rule 7: the first token that is still in the window, of n tokens."""
-    flush = side.flush_length or side.quantizer.block
-    base = sinks if base is None else base
-    return base + max(0, n - base - side.residual_length) // flush * flush
 
 
 def bodies_equal(a, b):

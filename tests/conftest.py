@@ -1,4 +1,4 @@
-"""What the tests share: hypothesis profiles, the default model loaded once, a folder of small models and texts."""
+"""What the tests share: hypothesis profiles, the door to the law-book, the default model, small models and texts."""
 
 import os
 
@@ -9,6 +9,7 @@ from gguf_files import tiny_llama
 from hypothesis import settings
 
 from kvmini import load_model
+from kvmini.laws.door import pytest_addoption, pytest_generate_tests, pytest_report_header  # noqa: F401
 
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)

@@ -9,10 +9,8 @@ from cache_inputs import (
     PREFILLS,
     D,
     H,
-    bodies_equal,
     cache_policies,
     cut,
-    handed,
     new_cache,
     run,
     tokens,
@@ -55,33 +53,6 @@ def test_half_precision_weights_are_rounded_once_and_ignore_the_future(dtype):
 
 # --- when tokens are handed over
 
-@given(cache_policies(), st.integers(1, 60), st.integers(0, 99))
-def test_windows_are_exact_by_the_hand_over_rule_and_the_rest_is_quantized(policy, n, seed):
-    q, k, v = tokens(n, seed=seed)
-    cache = new_cache(policy)
-    run(cache, q, k, v, cut(n, seed))
-    rope = Rope(D)
-    keys, values = cache.read(0)
-    for side, exact, got in ((policy.key, rope.apply(k, range(n)), keys), (policy.value, v, values)):
-        end = handed(n, side, policy.sinks)
-        assert got.shape == exact.shape
-        assert torch.equal(got[..., :policy.sinks, :], exact[..., :policy.sinks, :])
-        assert torch.equal(got[..., end:, :], exact[..., end:, :])
-        stored = slice(policy.sinks, end)
-        assert (got[..., stored, :] != exact[..., stored, :]).any(-1).all()  # every older token is really quantized
-    assert cache.length == n and list(cache.positions) == list(range(n))
-
-
-@given(cache_policies(), st.integers(1, 60), st.integers(0, 99))
-def test_what_is_stored_never_depends_on_the_calls(policy, n, seed):
-    q, k, v = tokens(n, seed=seed)
-    caches = [new_cache(policy) for _ in range(3)]
-    for cache, sizes in zip(caches, ([n], [1] * n, cut(n, seed)), strict=True):
-        run(cache, q, k, v, sizes)
-    assert bodies_equal(caches[0], caches[1]) and bodies_equal(caches[0], caches[2])
-    assert all(torch.equal(a, b) for other in caches[1:] for a, b in zip(caches[0].read(0), other.read(0), strict=True))
-
-
 def test_kivi_keeps_a_sawtooth_of_keys_and_the_last_128_values():
     cache = new_cache(policies.get("k=per_channel:2:8,k-flush=128,v=per_token:2:8,v-residual=128"))
     for n in range(1, 300):
@@ -101,14 +72,6 @@ def test_a_per_channel_group_is_never_a_single_token():
 
 # --- what a call sees
 
-@given(cache_policies(["streamed"]), st.integers(1, 60), st.integers(0, 99))
-def test_streamed_equals_one_token_at_a_time(policy, n, seed):
-    q, k, v = tokens(n, seed=seed)
-    one_by_one = run(new_cache(policy), q, k, v, [1] * n)
-    for sizes in ([n], cut(n, seed)):
-        torch.testing.assert_close(run(new_cache(policy), q, k, v, sizes), one_by_one, rtol=1e-10, atol=1e-10)
-
-
 @given(cache_policies(["streamed"]), st.integers(1, 40), st.integers(1, 40), st.floats(0, 1), st.integers(0, 99))
 @example(policies.get("k=per_channel:2:8,v=per_channel:2:8,residual=5,prefill=streamed"), 40, 30, 0.7, 0)
 def test_streamed_equals_one_token_at_a_time_after_a_crop_too(policy, n, more, keep, seed):
@@ -121,13 +84,6 @@ def test_streamed_equals_one_token_at_a_time_after_a_crop_too(policy, n, more, k
         outputs.append(run(cache, *(x[..., n:, :] for x in (q, k, v)), sizes))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(outputs[2], outputs[1], rtol=1e-10, atol=1e-10)
-
-
-@given(cache_policies(["exact"]), st.integers(1, 60))
-def test_an_exact_prefill_sees_its_own_tokens_exactly(policy, n):
-    q, k, v = tokens(n)
-    exact = run(KVCache(1, Rope(D)), q, k, v, [n])
-    assert torch.equal(run(new_cache(policy), q, k, v, [n]), exact)
 
 
 @given(cache_policies(["all"]), st.integers(2, 60))

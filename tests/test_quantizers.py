@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from oracle import uniform
 
 from kvmini import KvminiError, UniformQuantizer, axes
-from kvmini.packing import unpack
 from kvmini.quantizers.base import FLOATS
 
 AXES = ("per_token", "per_channel", "per_tensor")
@@ -54,34 +53,6 @@ def test_float64_agrees_with_the_oracle_to_the_last_bit(kind, axis, n_bits, seed
     assert np.array_equal(axes.split(quantizer.dequantize(stored), axis, 8).numpy(), x_hat)
 
 
-@given(quantizers(), st.sampled_from(KINDS), st.sampled_from(FLOATS), st.integers(0, 999))
-def test_no_element_is_off_by_more_than_half_its_stored_step(quantizer, kind, dtype, seed):
-    """Slack: 2 float32 ulps of the group's largest magnitude for the arithmetic, half an ulp of the output."""
-    x = tensor(kind, (2, 3, 16, 24), dtype, seed)
-    stored = quantizer.quantize(x)
-    x_hat = quantizer.dequantize(stored)
-    assert (x_hat.shape, x_hat.dtype) == (x.shape, x.dtype)
-    groups, groups_hat = (axes.split(t.double(), quantizer.axis, 8) for t in (x, x_hat))
-    largest = torch.maximum(groups.abs(), groups_hat.abs()).amax(-1)
-    slack = 2 * 2.0**-23 * largest + torch.finfo(dtype).eps / 2 * largest + torch.finfo(dtype).smallest_normal * 2**-10
-    step = stored.scale.double()
-    constant = (groups.amax(-1) == groups.amin(-1)) & (not quantizer.symmetric)
-    rounding = 2.0**-11 * largest + 2.0**-25  # a constant group is its minimum, rounded to nearest in float16
-    bound = torch.where(constant, rounding, step / 2) + slack
-    assert ((groups - groups_hat).abs() <= bound[..., None]).all()
-    assert int(stored.codes().max()) <= quantizer.levels
-
-
-def test_nearest_rounding_of_the_grid_would_break_the_bound():
-    """The test above can fail: with the grid rounded to nearest, groups of 100 + N(0, 0.1) leave it."""
-    x = 100 + torch.randn(1000, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 10
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    minimum = low.half().double()
-    scale = ((high - low) / 15).half().double()
-    x_hat = ((x - minimum) / scale).round().clamp(0, 15) * scale + minimum
-    assert ((x - x_hat).abs().amax(-1) > scale[:, 0] / 2 + 1e-6).double().mean() > 0.3
-
-
 @given(st.sampled_from(AXES), st.integers(2, 8), st.integers(0, 999))
 def test_symmetric_codes_are_rounded_about_zero(axis, n_bits, seed):
     x = tensor("ties", (2, 3, 16, 24), torch.float32, seed)
@@ -93,41 +64,7 @@ def test_symmetric_codes_are_rounded_about_zero(axis, n_bits, seed):
     assert np.array_equal(axes.split(stored.codes(), axis, 8).numpy(), expected)
 
 
-@given(quantizers(), st.sampled_from(KINDS), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 999))
-def test_affine_is_what_dequantize_computes(quantizer, kind, dtype, seed):
-    stored = quantizer.quantize(tensor(kind, (2, 3, 16, 24), dtype, seed))
-    packed, scale, minimum = quantizer.affine(stored)
-    codes = axes.split(unpack(packed, quantizer.n_bits, 24), quantizer.axis, 8).double()
-    x_hat = axes.join(codes * scale.double()[..., None] + minimum.double()[..., None], quantizer.axis, stored.shape)
-    assert torch.equal(x_hat.to(dtype), quantizer.dequantize(stored))
-
-
 # --- the whole range of each type
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("n_bits", [1, 2, 8])
-def test_finite_in_gives_finite_out_or_says_what_does_not_fit(dtype, scale_dtype, n_bits):
-    top = torch.finfo(dtype).max
-    hard = [[-top, 0, top, top], [-top, -top / 2, top / 3, top], [top, top, top, top], [0, 0, 0, 0],
-            [torch.finfo(dtype).tiny, 0, 0, -torch.finfo(dtype).tiny], [1e-45, 0, 0, 3e-45], [1e-30, -1e30, 0, 1e30],
-            [60000, -60000, 1, 0]]
-    for row in hard:
-        x = torch.tensor([row], dtype=torch.float64).clamp(-top, top).to(dtype)
-        quantizer = UniformQuantizer(n_bits, "per_token", 4, scale_dtype=scale_dtype)
-        try:
-            x_hat = quantizer.dequantize(stored := quantizer.quantize(x))
-        except KvminiError as error:
-            assert f"{scale_dtype}" in str(error)  # only where a stored number is really too large
-            low, high = x.double().min(), x.double().max()
-            limit = torch.finfo(scale_dtype).max
-            assert low.abs() > limit or (high - low) / (2**n_bits - 1) > limit * (1 - torch.finfo(scale_dtype).eps)
-            continue
-        assert torch.isfinite(x_hat).all() and torch.isfinite(stored.scale).all()
-        off = (x.double() - x_hat.double()).abs().max()
-        at_most = stored.scale.double() / 2 + x.double().abs().max() * 2.0**-7  # bfloat16's half ulp is the coarsest
-        assert off <= at_most + 2.0**-24
-
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n_bits", [3, 8])
@@ -231,15 +168,6 @@ def test_what_cannot_be_cut_or_joined_says_so():
     with pytest.raises(KvminiError, match="batch rows"):
         rows.take(flat, rows=torch.tensor([0]))
     assert rows.take(flat, blocks=9).n_tokens == 4
-
-
-@given(quantizers(), st.integers(0, 99))
-def test_batch_rows_share_no_group(quantizer, seed):
-    x = tensor("normal", (2, 3, 8, 16), torch.float32, seed)
-    y = x.clone()
-    y[1] *= 50
-    first = [quantizer.dequantize(quantizer.quantize(t))[0] for t in (x, y)]
-    assert torch.equal(*first)
 
 
 @given(quantizers(), st.sampled_from(FLOATS))
