@@ -48,14 +48,27 @@ def axes_are_dual(case: Case) -> None:
 
 @law("L14", "quantizer", lambda offer, axis: cases(kinds=["normal"])(offer, axis).map(many_times), needs=("nbytes",))
 def bytes_are_those_held(case: Case) -> None:
-    """`nbytes` is the storage that can be reached from what was stored; the quantizer itself holds nothing of x."""
+    """`nbytes` is the storage that can be reached from what was stored, also when it was read, cut or joined; the
+    quantizer itself holds nothing of x."""
     before = reachable_nbytes(case.quantizer)
-    stored, held = case.stored, reachable_nbytes(case.stored, but_not=case.quantizer)
-    if held != stored.nbytes:
-        raise Broken(f"{case}: nbytes says {stored.nbytes}, {held} bytes of arrays can be reached from what was stored")
+    _billed(case, "what was stored", case.stored)
     _ = case.x_hat
+    _billed(case, "what was stored and read", case.stored)
+    if case.axis != "per_tensor" and "take" in case.offer.shows:
+        _billed(case, "take(blocks=1)", called(case, "take", lambda: case.quantizer.take(case.stored, blocks=1)))
+    if case.axis != "per_tensor" and "cat" in case.offer.shows:
+        joined = called(case, "cat", case.quantizer.cat, case.stored, case.stored)
+        _billed(case, "cat", joined)
+        if joined.nbytes != 2 * case.stored.nbytes:
+            raise Broken(f"{case}: joined to itself it takes {joined.nbytes} bytes, not twice {case.stored.nbytes}")
     if (after := reachable_nbytes(case.quantizer)) > before:
         raise Broken(f"{case}: the quantizer holds {after - before} bytes more than before the call")
+
+
+def _billed(case: Case, what: str, stored) -> None:
+    held = reachable_nbytes(stored, but_not=case.quantizer)
+    if held != stored.nbytes:
+        raise Broken(f"{case}: nbytes says {stored.nbytes}, {held} bytes of arrays can be reached from {what}")
 
 
 @law("L27", "quantizer", lambda offer, axis: cases(kinds=["normal"])(offer, axis).map(many_times), needs=("nbytes",))
@@ -123,14 +136,19 @@ def nothing_is_nothing(case: Case) -> None:
 def pure(case: Case) -> None:
     """The result depends on the numbers alone: not on what was quantized before, not on the memory order of x; and x
     is neither changed nor kept."""
+    fresh = case.on(case.x)  # another quantizer, which has seen nothing
+    T, D = case.x.shape[-2:]
+    signs = 1 - 2 * ((torch.arange(T)[:, None] + torch.arange(D)) % 2)
+    case.quantize((signs * 2.0**12).expand(case.x.shape).to(case.x.dtype).contiguous())
     x = case.x.clone()
     first, second = case.quantize(x), case.quantize(x)
     within(case, "x after quantize", x, case.x)
-    within(case, "x_hat of the second call", case.dequantize(second), case.x_hat)
+    for which, stored in (("first", first), ("second", second), ("first, read again,", first)):
+        within(case, f"x_hat of the {which} call after another input", case.dequantize(stored), fresh.x_hat)
     turned = case.x.mT.contiguous().mT  # the same numbers, channels outermost in memory
-    within(case, "x_hat of a transposed copy", case.roundtrip(turned), case.x_hat)
+    within(case, "x_hat of a transposed copy", case.roundtrip(turned), fresh.x_hat)
     x.zero_()
-    within(case, "x_hat, when x is overwritten after quantize,", case.dequantize(first), case.x_hat)
+    within(case, "x_hat, when x is overwritten after quantize,", case.dequantize(first), fresh.x_hat)
 
 
 @law("L26", "quantizer", lambda offer, axis: st.tuples(

@@ -7,7 +7,6 @@ the laws need. Next file: `machine.py`, any sequence of calls.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,56 +15,12 @@ from torch import Tensor
 
 from kvmini import axes
 from kvmini.cache import CachePolicy
-from kvmini.errors import KvminiError
 from kvmini.laws.consumers import exact_attention
 from kvmini.laws.law import Broken, called, demand, law, within
 from kvmini.laws.memory import reachable_nbytes
-from kvmini.laws.offers import Offer
-from kvmini.quantizers.uniform import UniformQuantizer
+from kvmini.laws.offers import LAYERS, CacheOffer
 from kvmini.rope import Rope
 from kvmini.store import Side
-
-LAYERS = 2
-FACE = ("attend", "append", "read", "crop", "reorder", "length", "nbytes", "capacity_nbytes")
-
-
-def policies() -> list[CachePolicy]:
-    """A few thousand policies: axes, bits, windows, flush lengths, sinks, keys before or after RoPE."""
-    found = []
-    for group_size in (8, 32):
-        sides = [Side(UniformQuantizer(n_bits, axis, group_size), residual, flush)
-                 for n_bits, residual in product((2, 4), (0, 5, 32))
-                 for axis, flush in (("per_token", None), ("per_token", 7), ("per_channel", None),
-                                     ("per_channel", 3 * group_size))]
-        found += [CachePolicy(key, value, sinks, pre_rope)
-                  for key, value, sinks, pre_rope in product(sides, sides, (0, 1, 4), (False, True))]
-    return found
-
-
-class CacheOffer(Offer):
-    """Somebody's `factory(n_layers, rope, policy)`, and the policies that it offers."""
-
-    def __init__(self, name: str, factory: Callable):
-        super().__init__("cache", name, factory)
-        reason = ""
-        self.policies: list[CachePolicy] = []
-        for policy in policies():
-            try:
-                cache = factory(LAYERS, Rope(2 * policy.key.quantizer.group_size), policy)
-            except NotImplementedError as error:
-                reason = str(error)
-                continue
-            except Exception as error:
-                raise KvminiError(f"{name}(n_layers, rope, policy) raised {type(error).__name__}: {error}") from None
-            self.policies.append(policy)
-            self.shows = {name for name in FACE if name in dir(cache)}
-            if not self.shows >= {"append", "read"}:
-                raise KvminiError(f"{name} gives a {type(cache).__name__} without append or read")
-        if not self.policies:
-            raise KvminiError(f"{name} offers no policy of the uniform quantizer: {reason}")
-
-    def describe(self) -> str:
-        return f"offers {len(self.policies)} of {len(policies())} policies; shows {', '.join(sorted(self.shows))}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,10 +172,12 @@ def bytes_are_the_closed_form(history: History) -> None:
 
 @law("L14", "cache", histories, needs=("append", "capacity_nbytes", "nbytes"))
 def nothing_else_stays_alive(history: History) -> None:
-    """`capacity_nbytes` is the storage that can be reached from the cache: at least `nbytes`, and no float copy."""
+    """`capacity_nbytes` is the storage that can be reached from the cache: at least `nbytes`, and no float copy, so at
+    most twice that and eight tokens a side for growth."""
     cache = history.filled()
     held = reachable_nbytes(cache)
-    if not cache.nbytes <= cache.capacity_nbytes == held:
+    room = LAYERS * 2 * 2 * history.batch * 8 * history.rope.head_dim * history.dtype.itemsize
+    if not cache.nbytes <= cache.capacity_nbytes == held <= 2 * cache.nbytes + room:
         raise Broken(f"{history}: nbytes {cache.nbytes}, capacity_nbytes {cache.capacity_nbytes}, but {held} bytes of "
                      "arrays can be reached from the cache")
 
@@ -250,3 +207,19 @@ def a_prefill_sees_itself_exactly(history: History) -> None:
     k, v = history.exact
     expected, bound = exact_attention(history.rope.apply(history.tokens[0], range(history.n)), k, v, 2.0**-52)
     within(history, "the output", history.attended((history.n,)), expected, bound)
+
+
+@law("L15", "cache", lambda offer, variant: histories(offer, variant, dtype=torch.float64), needs=("attend", "append"))
+def a_step_attends_to_what_is_read(history: History) -> None:
+    """One token attends to what `read` gave before it, and to itself exactly."""
+    cache, n = history.cache(), history.n - 1
+    q, k, v = history.tokens
+    if n:
+        give(history, "append", cache.append, (k[..., :n, :], v[..., :n, :]))
+        k_before, v_before = called(history, "read", cache.read, 0)
+    else:
+        k_before, v_before = k[..., :0, :], v[..., :0, :]
+    q, k, v = (x[..., n:, :] for x in (q, k, v))
+    q_here, k_here = (history.rope.apply(x, range(n, n + 1)) for x in (q, k))
+    expected, bound = exact_attention(q_here, torch.cat([k_before, k_here], -2), torch.cat([v_before, v], -2), 2.0**-52)
+    within(history, "the output of a step", give(history, "attend", cache.attend, (q, k, v)), expected, bound)

@@ -154,5 +154,8 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, u: float) -> tuple[Tensor, 
 def fast_is_readable(step: Step) -> None:
     """A fast path gives what the readable path gives: attention over the dequantized tokens."""
     expected, bound = exact_attention(step.q, step.keys.read(), step.values.read(), torch.finfo(step.q.dtype).eps)
+    given = [x.clone() for x in (step.q, step.keys.read(), step.values.read())]
     out = called(step, "the kernel", step.kernel, step.q, step.keys, step.values)
     within(step, "the output", out, expected, bound)
+    for what, x, before in zip("qkv", (step.q, step.keys.read(), step.values.read()), given, strict=True):
+        within(step, f"{what} after the call", x, before)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from kvmini.laws.caches import CacheOffer, History, give
+from kvmini.laws.caches import History, give
 from kvmini.laws.law import LAWS, Broken, Law, called, within
+from kvmini.laws.offers import CacheOffer
 
 
 class CacheMachine(RuleBasedStateMachine):

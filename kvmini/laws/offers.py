@@ -6,17 +6,24 @@ which types, and what it shows (codes, scale, ...). Next file: `grids.py`, the f
 """
 
 from collections.abc import Callable, Iterable
+from itertools import product
 
 import numpy as np
 import torch
 
 from kvmini import axes
+from kvmini.cache import CachePolicy
 from kvmini.errors import KvminiError
 from kvmini.laws.cases import Case
 from kvmini.laws.law import Law, numbers
 from kvmini.quantizers.base import FLOATS
+from kvmini.quantizers.uniform import UniformQuantizer
+from kvmini.rope import Rope
+from kvmini.store import Side
 
 GROUPS = (8, 32, 5)
+LAYERS = 2
+FACE = ("attend", "append", "read", "crop", "reorder", "length", "nbytes", "capacity_nbytes")
 CALLABLE = ("__call__",)
 METHODS = {"quantizer": CALLABLE, "cache": CALLABLE, "kernel": CALLABLE, "rope": CALLABLE,
            "packer": ("pack", "unpack", "packed_size")}  # what the thing named must have
@@ -141,6 +148,45 @@ class QuantizerOffer(Offer):
         self.scale_dtype = declared if isinstance(declared, torch.dtype) else scales.pop() if len(scales) == 1 else None
         if unknown := set(self.does_not_promise) - set(numbers()):
             raise KvminiError(f"{self.name} does not promise {', '.join(sorted(unknown))}, which are no laws")
+
+
+def policies() -> list[CachePolicy]:
+    """A few thousand policies: axes, bits, windows, flush lengths, sinks, keys before or after RoPE."""
+    found = []
+    for group_size in (8, 32):
+        sides = [Side(UniformQuantizer(n_bits, axis, group_size), residual, flush)
+                 for n_bits, residual in product((2, 4), (0, 5, 32))
+                 for axis, flush in (("per_token", None), ("per_token", 7), ("per_channel", None),
+                                     ("per_channel", 3 * group_size))]
+        found += [CachePolicy(key, value, sinks, pre_rope)
+                  for key, value, sinks, pre_rope in product(sides, sides, (0, 1, 4), (False, True))]
+    return found
+
+
+class CacheOffer(Offer):
+    """Somebody's `factory(n_layers, rope, policy)`, and the policies that it offers."""
+
+    def __init__(self, name: str, factory: Callable):
+        super().__init__("cache", name, factory)
+        reason = ""
+        self.policies: list[CachePolicy] = []
+        for policy in policies():
+            try:
+                cache = factory(LAYERS, Rope(2 * policy.key.quantizer.group_size), policy)
+            except NotImplementedError as error:
+                reason = str(error)
+                continue
+            except Exception as error:
+                raise KvminiError(f"{name}(n_layers, rope, policy) raised {type(error).__name__}: {error}") from None
+            self.policies.append(policy)
+            self.shows = {name for name in FACE if name in dir(cache)}
+            if not self.shows >= {"append", "read"}:
+                raise KvminiError(f"{name} gives a {type(cache).__name__} without append or read")
+        if not self.policies:
+            raise KvminiError(f"{name} offers no policy of the uniform quantizer: {reason}")
+
+    def describe(self) -> str:
+        return f"offers {len(self.policies)} of {len(policies())} policies; shows {', '.join(sorted(self.shows))}"
 
 
 def _line(error: Exception) -> str:

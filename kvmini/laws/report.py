@@ -9,9 +9,8 @@ from types import ModuleType
 
 from kvmini import policies
 from kvmini.errors import KvminiError
-from kvmini.laws.caches import CacheOffer
 from kvmini.laws.law import Law, Verdict, judge
-from kvmini.laws.offers import Offer, QuantizerOffer
+from kvmini.laws.offers import CacheOffer, Offer, QuantizerOffer
 from kvmini.laws.public import ADAPTERS
 
 OURS = {"quantizer": "kvmini:UniformQuantizer", "cache": "kvmini:QuantizedKVCache",
