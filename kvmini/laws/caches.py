@@ -151,6 +151,19 @@ def older_tokens_are_quantized(history: History) -> None:
         within(history, f"the body of the {name} read", got, exact, step)
 
 
+@law("L13", "cache", histories, needs=("append", "read", "nbytes"))
+def the_body_is_what_its_quantizer_gives(history: History) -> None:
+    """The body is read as the policy's quantizer gives it back from those tokens in one piece, to the last bit."""
+    for (name, side), got, exact in zip(history.sides(), history.filled().read(0), history.exact, strict=True):
+        sinks = history.policy.sinks
+        body = range(sinks, max(sinks, handed(history.n, side, sinks)))
+        unrotated = history.policy.pre_rope and name == "keys"
+        x = (history.tokens[1] if unrotated else exact)[..., body.start:body.stop, :]
+        x_hat = side.quantizer.dequantize(side.quantizer.quantize(x))
+        x_hat = history.rope.apply(x_hat, body) if unrotated else x_hat
+        within(history, f"the body of the {name} read", got[..., body.start:body.stop, :], x_hat)
+
+
 def body_nbytes(side: Side, n_tokens: int, D: int) -> int:
     """Bytes of the packed body of one head: codes, and a float16 scale and minimum for each group."""
     quantizer = side.quantizer

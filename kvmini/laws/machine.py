@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from kvmini.laws.caches import History, give
+from kvmini.laws.caches import History, body_nbytes, give
 from kvmini.laws.law import LAWS, Broken, Law, called, within
-from kvmini.laws.offers import CacheOffer
+from kvmini.laws.offers import LAYERS, CacheOffer
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -69,12 +69,24 @@ class CacheMachine(RuleBasedStateMachine):
             raise Broken(f"{self}: length is {self.cache.length}, expected {self.n}")
         if "nbytes" in self.offer.shows and bool(self.cache.nbytes) != bool(self.n):
             raise Broken(f"{self}: {self.n} tokens take {self.cache.nbytes} bytes")
+        if "nbytes" in self.offer.shows and self.cache.nbytes > self._most():
+            raise Broken(f"{self}: {self.n} tokens take {self.cache.nbytes} bytes, at most {self._most()} would do")
         if self.n:
             exact = self.history.rope.apply(self.k, range(self.n)), self.v
             got = called(self, "read", self.cache.read, 0)
             for i, name in enumerate(("keys", "values")):
                 self._look(i, name, got[i], exact[i])
             self.seen = list(got)
+
+    def _most(self) -> int:
+        """Bytes of the live tokens, and of one block that each crop so far may have cut."""
+        (B, heads, _, D), sinks, most = self.k.shape, self.history.policy.sinks, 0
+        crops = sum(text.startswith("crop") for text in self.done)
+        for end, (_, side) in zip(self.end, self.history.sides(), strict=True):
+            block, body = side.quantizer.block, max(0, min(end, self.n) - sinks)
+            slots = -(-(body + crops * (block - 1)) // block) * block
+            most += LAYERS * B * heads * ((self.n - body) * D * self.k.itemsize + body_nbytes(side, slots, D))
+        return most
 
     def _look(self, i: int, name: str, got: Tensor, exact: Tensor) -> None:
         """Exact tokens are exact, those of the body are not, and what was quantized at the last look has not moved."""
