@@ -43,7 +43,7 @@ def offers_of(names: dict[str, str]) -> list[Offer]:
 
 
 def public_offers() -> list[Offer]:
-    """The public quantizers whose packages are installed, named with their versions; prints which are not."""
+    """The public quantizers whose packages are installed; prints their versions, and which are not."""
     found = []
     for label, kind, factory, packages in ADAPTERS:
         try:
@@ -51,8 +51,8 @@ def public_offers() -> list[Offer]:
         except PackageNotFoundError as error:
             print(f"{label} is skipped: {error}")
             continue
+        print(f"{label}: {versions or 'its published formula'}")
         found.append(offer(kind, label, factory))
-        found[-1].versions = versions
     return found
 
 
