@@ -7,7 +7,7 @@ arithmetic here, once: see `Case.slack`. It does not know any law. Next file: `o
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +19,30 @@ from kvmini.laws.law import Broken, called
 from kvmini.laws.tensors import ALL_KINDS, kv_tensors
 
 
-def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from |x| to the next larger value of `dtype`, float64.
+class Limits(NamedTuple):
+    """What a floating-point type can hold."""
+
+    eps: float
+    smallest_normal: float
+    max: float
+
+    @classmethod
+    def of(cls, *dtypes: torch.dtype) -> "Limits":
+        """Those of a type; of several, the worst in each respect (bfloat16 is coarser, float16 ends earlier)."""
+        found = [torch.finfo(dtype) for dtype in dtypes]
+        return cls(max(f.eps for f in found), max(f.smallest_normal for f in found), min(f.max for f in found))
+
+
+def ulp(x: Tensor, type_: torch.dtype | Limits) -> Tensor:
+    """The distance from |x| to the next larger value of a type, float64.
 
     Example:
         >>> ulp(torch.tensor([1.0, 100.0]), torch.float16).tolist()
         [0.0009765625, 0.0625]
     """
-    limits = torch.finfo(dtype)
+    limits = type_ if isinstance(type_, Limits) else Limits.of(type_)
     mantissa, _ = torch.frexp(x := x.double().abs().clamp(limits.smallest_normal))
     return x / mantissa * (limits.eps / 2)  # x / mantissa is a power of two, the one above x
-
-
-def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The type with the larger ulps."""
-    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +152,15 @@ class Case:
     # --- float arithmetic
 
     @property
-    def kept(self) -> torch.dtype:
-        """The type in which scale and minimum are stored; where that is hidden, the coarser of float16 and x's."""
+    def kept_in(self) -> tuple[torch.dtype, ...]:
+        """The type of the stored scale and minimum; where that is hidden, float16 or x's, whichever is worse."""
         if self.offer.scale_dtype is not None:
-            return self.offer.scale_dtype
-        return self.x.dtype if "scale" in self.offer.shows else coarser(torch.float16, self.x.dtype)
+            return (self.offer.scale_dtype,)
+        return (self.x.dtype,) if "scale" in self.offer.shows else (torch.float16, self.x.dtype)
+
+    @property
+    def kept(self) -> Limits:
+        return Limits.of(*self.kept_in)
 
     @property
     def bound(self) -> Tensor:

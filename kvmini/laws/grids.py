@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvmini import axes
-from kvmini.laws.cases import Case, cases, coarser, inputs, ulp
+from kvmini.laws.cases import Case, Limits, cases, inputs, ulp
 from kvmini.laws.law import Broken, demand, law, within
 
 
@@ -16,15 +16,14 @@ from kvmini.laws.law import Broken, demand, law, within
 def finite_in_finite_out(case: Case) -> None:
     """Finite numbers of any size come back finite, and a group whose numbers differ does not collapse to one number (to
     zero, on a symmetric grid); or a ValueError or OverflowError says what the scale or the minimum cannot hold."""
-    limits = torch.finfo(case.kept)
+    limits = case.kept
     try:
         case.stored  # noqa: B018 - quantizes
     except Broken as broken:
         refusal, needed = broken.__cause__, torch.maximum(case.largest, case.ideal_scale).max()
         if not isinstance(refusal, ValueError | OverflowError):
             raise
-        hidden = case.offer.scale_dtype is None and "scale" not in case.offer.shows  # then it may be float16
-        if needed <= min(limits.max, 65504 if hidden else limits.max) * (1 - limits.eps):
+        if needed <= limits.max * (1 - limits.eps):
             raise Broken(f"{broken}; but scale and minimum are at most {needed:.6g}") from refusal
         if not any(word in str(refusal) for word in ("scale", "minimum")):
             raise Broken(f"{broken}; the refusal does not name what cannot hold the numbers") from refusal
@@ -53,7 +52,7 @@ def half_a_tiny_step(case: Case) -> None:
 
 
 def _subnormal(case: Case) -> torch.Tensor:
-    return (case.ideal_scale > 0) & (case.ideal_scale < torch.finfo(case.kept).smallest_normal)
+    return (case.ideal_scale > 0) & (case.ideal_scale < case.kept.smallest_normal)
 
 
 @law("L04", "quantizer", cases(kinds=["constant"]), needs=("asymmetric",))
@@ -61,7 +60,7 @@ def constants_come_back(case: Case) -> None:
     """A group of equal values comes back as that value rounded once to the type of the stored minimum; zeros come back
     exactly zero."""
     kept = case.kept
-    held = case.x.to(kept).double() == case.x.double()  # then nothing is rounded
+    held = torch.stack([case.x.to(dtype).double() == case.x.double() for dtype in case.kept_in]).all(0)  # not rounded
     rounded = torch.where(held, 0, ulp(case.x, kept) / 2 + ulp(case.x, case.x.dtype) / 2)
     constant = case.spread(case.low == case.high)
     within(case, "x_hat", case.x_hat, case.x, torch.where(constant, rounded, torch.inf))
@@ -84,9 +83,9 @@ def idempotent(case: Case) -> None:
     the group's largest magnitude in the coarser of the types of input and scale."""
     # x_hat is off its grid point by 1/2 ulp (1/16 step), the new minimum by at most 5/8 ulp more (1/12 step); the new
     # scale may be one value higher, which moves code c by c * eps <= 1/4 step for L * eps <= 1/4: under half in all.
-    kept, step = case.kept, case.ideal_scale
-    clear = (step >= torch.finfo(kept).smallest_normal) & (step >= 8 * ulp(case.largest, coarser(kept, case.x.dtype)))
-    clear &= case.levels * torch.finfo(kept).eps <= 0.25
+    kept, step, coarser = case.kept, case.ideal_scale, Limits.of(*case.kept_in, case.x.dtype)
+    clear = (step >= kept.smallest_normal) & (step >= 8 * ulp(case.largest, coarser))
+    clear &= case.levels * kept.eps <= 0.25
     again = case.codes(case.quantize(case.x_hat))
     codes = case.codes()
     demand(case, (codes == again) | ~case.spread(clear), lambda i: (

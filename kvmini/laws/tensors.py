@@ -62,6 +62,7 @@ def _extremes(random, shape, largest):
     return random.choice([-1.0, -0.5, -1e-7, 0.0, 1e-7, 1 / 3, 1.0], shape) * largest
 
 
+@np.errstate(over="ignore")  # what overflows is clipped
 def _rounded(x, digits):
     """x to so many decimal digits."""
     unit = 10.0 ** (np.floor(np.log10(np.abs(x), where=x != 0, out=np.zeros(x.shape))) - (digits - 1))

@@ -51,7 +51,8 @@ def test_the_law_named_in_advance_notices(kind, mutant, number):
 
 @pytest.mark.parametrize(("kind", "name", "variant"), RIGHT)
 def test_nothing_right_is_blamed(kind, name, variant):
-    profile = settings(PROFILES["ci"], max_examples=4 if kind == "cache" else 16)
+    examples = 60 if name == "hidden" else 4 if kind == "cache" else 16  # a hidden float16 scale needs a rare bfloat16
+    profile = settings(PROFILES["ci"], max_examples=examples)
     one = under_test(kind, name, variant)
     found = [verdict for law in LAWS for verdict in verdicts(one, law, profile)]
     assert not [str(verdict) for verdict in found if verdict.outcome == "broken"]

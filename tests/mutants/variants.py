@@ -220,7 +220,7 @@ RIGHT = {
         "float32": partial(UniformQuantizer, scale_dtype=torch.float32),
         "bfloat16": partial(UniformQuantizer, scale_dtype=torch.bfloat16),
         "symmetric": partial(UniformQuantizer, symmetric=True),
-        "symmetric, float32": partial(UniformQuantizer, symmetric=True, scale_dtype=torch.float32),
+        "symmetric, float32": only("per_channel", partial(UniformQuantizer, symmetric=True, scale_dtype=torch.float32)),
         "hidden": Hidden, "numpy": Numpy, "clamped": only("per_tensor", Clamped),
         "one axis": only("per_token", UniformQuantizer), "big-endian": only("per_token", BigEndian),
         "along the tokens": only("per_channel", AlongTheTokens), "bit planes": only("per_channel", BitPlanes),
