@@ -194,15 +194,19 @@ def laws(args: argparse.Namespace) -> int:
     given = {kind: getattr(args, kind) for kind in UNDER_TEST}
     if args.public and any(given.values()):
         raise KvminiError("give --public, or what is to be judged, not both")
-    found = show(public_offers() if args.public else offers_of(named(given)), book, args.profile, args.quiet)
+    offers, versions = public_offers() if args.public else (offers_of(named(given)), {})
+    found = show(offers, book, args.profile, args.quiet)
+    rows = [verdict.row() for verdict in found]
     if args.public:
-        print(f"\n{matrix(found)}")
+        print(f"\n{matrix(rows)}")
+        for name, packages in versions.items():
+            print(f"{name}: {packages or 'its published formula'}")
     for verdict in found:
         if verdict.outcome == "broken":
             print(f"\n{verdict}")
     print(count(found) if args.quiet else f"\n{count(found)}")
     if args.json:
-        write_json(args.json, {"command": "laws", "profile": args.profile, "rows": [v.row() for v in found]})
+        write_json(args.json, {"command": "laws", "profile": args.profile, "versions": versions, "rows": rows})
     return int(any(verdict.outcome == "broken" for verdict in found) and not args.public)
 
 

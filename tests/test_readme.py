@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvmini
+from kvmini.__main__ import main
 from kvmini.laws.law import numbers
+from kvmini.laws.report import matrix
 from kvmini.tables import ablation as table
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,23 @@ def test_the_table_is_that_of_the_committed_run():
     assert worst == max(perplexity.values())
     four = re.search(r"CoQA: ([\d., ]+) of ([\d.]+)\)", README).groups()
     assert four == ("63.53, 52.93, 2.88, 2.80", "66.37")  # the article's, rows of KIVI's Table 3
+
+
+def test_the_table_of_public_quantizers_is_that_of_the_committed_run():
+    result = json.loads((ROOT / "notebooks" / "results" / "laws.json").read_text(encoding="utf-8"))
+    assert matrix(result["rows"]) in README and f"profile `{result['profile']}`" in README
+    for package in {package for packages in result["versions"].values() for package in packages.split(", ") if package}:
+        assert package in " ".join(README.split())
+
+
+def test_the_example_of_the_law_book_breaks_the_law_as_shown(tmp_path, monkeypatch, capsys):
+    code = next(text for kind, text in BLOCKS if kind == "python" and "class Mine" in text)
+    shown = next(text for kind, text in BLOCKS if "broken by mine:factory" in text)
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["laws", "--quantizer", "mine:factory", "--law", "L24", "--profile", "ci"]) == 1
+    got, wanted = (re.sub(r"-?\d[\d.e-]*", "N", " ".join(text.split())) for text in (capsys.readouterr().out, shown))
+    assert wanted in got  # which numbers the smallest case has is hypothesis's choice
 
 
 def test_the_two_commands_install_everything_and_run():

@@ -174,12 +174,12 @@ class Case:
         kept, constant = self.kept, ulp(self.low, self.kept) / 2
         if "scale" in self.offer.shows:
             inside = self.scale / 2
+            constant = torch.maximum(constant, inside)  # a grid through zero has a scale here, too
         else:
             s0 = self.ideal_scale
             inside = torch.maximum(s0 / 2 + ulp(s0, kept) / 4, constant + self.levels * ulp(s0, kept) / 2)
         if not self.symmetric:
-            shown = inside if "scale" in self.offer.shows else 0
-            inside = torch.where(self.low == self.high, torch.maximum(constant, torch.as_tensor(shown)), inside)
+            inside = torch.where(self.low == self.high, constant, inside)
         return inside + self.slack
 
     @property
@@ -202,14 +202,13 @@ class Case:
         return text + (f", stored scale {self.spread(self.scale)[i].item():.6g}" if "scale" in self.offer.shows else "")
 
 
-def inputs(offer, axis: str, group_size: int, kinds=ALL_KINDS, dtypes=None, largest: float | None = None,
+def inputs(offer, axis: str, group_size: int, kinds=ALL_KINDS, largest: float = 2.0**13,
            square: bool = False) -> st.SearchStrategy[Tensor]:
-    """Tensors that groups of this size divide (`square`: both T and D), of magnitudes that any scale can hold."""
+    """Tensors that groups of this size divide (`square`: both T and D), of ranges that a float16 scale can hold."""
     return kv_tensors(
-        dtypes=dtypes or offer.dtypes, kinds=kinds,
+        dtypes=offer.dtypes, kinds=kinds, largest=largest,
         tokens=group_size if square or axis == "per_channel" else 1,
-        channels=group_size if square or axis == "per_token" else 1,
-        largest=largest or 2.0**13)  # float16 holds such a range, and any scale for it
+        channels=group_size if square or axis == "per_token" else 1)
 
 
 def cases(n_bits: Callable[[int], bool] = bool, **options) -> Callable:

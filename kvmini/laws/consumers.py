@@ -35,10 +35,9 @@ def values_are_off_by_the_weighted_half_steps(drawn) -> None:
     |sum_t a_t (v_hat_td - v_td)| <= sum_t a_t scale_td / 2."""
     case, random, _ = drawn
     scores = torch.from_numpy(random.standard_normal((*case.x.shape[:2], 3, case.x.shape[-2])) * 5)
+    v, v_hat, bound = case.x.double(), case.x_hat.double(), case.spread(case.bound)
     weights = scores.softmax(-1)
-    bound = weights @ case.spread(case.bound)
-    exact, got = (weights @ x.double() for x in (case.x, case.x_hat))
-    _consumed_within(case, "output", got, exact, bound)
+    _off_by(case, "output", weights @ v, weights @ v_hat, weights @ bound, weights @ (v.abs() + v_hat.abs()))
 
 
 @law("L18", "quantizer", consumed)
@@ -46,9 +45,8 @@ def scores_are_off_by_the_half_steps_that_the_query_sees(drawn) -> None:
     """A score is off by at most sum_c |q_c| scale_c / 2 / sqrt(D)."""
     case, random, _ = drawn
     q = torch.from_numpy(random.standard_normal((*case.x.shape[:2], 3, case.x.shape[-1]))) / sqrt(case.x.shape[-1])
-    bound = q.abs() @ case.spread(case.bound).mT
-    exact, got = (q @ x.double().mT for x in (case.x, case.x_hat))
-    _consumed_within(case, "score", got, exact, bound)
+    k, k_hat, bound = case.x.double(), case.x_hat.double(), case.spread(case.bound)
+    _off_by(case, "score", q @ k.mT, q @ k_hat.mT, q.abs() @ bound.mT, q.abs() @ (k.abs() + k_hat.abs()).mT)
 
 
 @law("L18", "quantizer", consumed)
@@ -61,14 +59,17 @@ def rotated_scores_are_off_by_the_half_steps_of_pairs(drawn) -> None:
         return
     q = torch.from_numpy(random.standard_normal((*case.x.shape[:2], 3, D))) / sqrt(D)
     rope, positions = Rope(D), range(first, first + case.x.shape[-2])
-    exact, got = (q @ rope.apply(x.double()[..., :D], positions).mT for x in (case.x, case.x_hat))
-    pairs_of_q, pairs_of_bound = (torch.hypot(*x[..., :D].chunk(2, dim=-1)) for x in (q, case.spread(case.bound)))
-    _consumed_within(case, "score after RoPE", got, exact, pairs_of_q @ pairs_of_bound.mT)
+    k, k_hat, bound = (x.double()[..., :D] for x in (case.x, case.x_hat, case.spread(case.bound)))
+
+    def pairs(x: Tensor) -> Tensor:
+        return torch.hypot(*x.chunk(2, dim=-1))
+    _off_by(case, "score after RoPE", q @ rope.apply(k, positions).mT, q @ rope.apply(k_hat, positions).mT,
+            pairs(q) @ pairs(bound).mT, pairs(q) @ (pairs(k) + pairs(k_hat)).mT)
 
 
-def _consumed_within(case: Case, what: str, got: Tensor, exact: Tensor, bound: Tensor) -> None:
-    # The sums are done in float64: each is off by its length times an ulp of its largest partial sum.
-    rounding = 2.0**-50 * case.x.shape[-2:].numel() * (case.x.double().abs().max() + case.x_hat.double().abs().max())
+def _off_by(case: Case, what: str, exact: Tensor, got: Tensor, bound: Tensor, magnitude: Tensor) -> None:
+    # A float64 sum of n products is off by n + 1 half ulps of the sum of their magnitudes, rotation adds 4 of a pair's.
+    rounding = 2.0**-53 * (max(case.x.shape[-2:]) + 8) * (magnitude + bound)
     within(str(case), f"(row, head, query, place) the {what}", got, exact, bound + rounding)
 
 

@@ -12,7 +12,7 @@ from kvmini.laws.cases import Case, Limits, cases, inputs, ulp
 from kvmini.laws.law import Broken, demand, law, within
 
 
-@law("L02", "quantizer", lambda offer, axis: cases(largest=float("inf"))(offer, axis))
+@law("L02", "quantizer", cases(largest=float("inf")))
 def finite_in_finite_out(case: Case) -> None:
     """Finite numbers of any size come back finite, and a group whose numbers differ does not collapse to one number (to
     zero, on a symmetric grid); or a ValueError or OverflowError says what the scale or the minimum cannot hold."""
@@ -29,8 +29,7 @@ def finite_in_finite_out(case: Case) -> None:
             raise Broken(f"{broken}; the refusal does not name what cannot hold the numbers") from refusal
         return
     demand(case, case.x_hat.isfinite(), lambda i: f"{case.x[i].item():.9g} came back as {case.x_hat[i].item()}")
-    wide = case.high - case.low >= torch.clamp(2 * ulp(case.largest, case.kept),
-                                               min=case.levels * limits.smallest_normal)
+    wide = case.high - case.low >= (2 * ulp(case.largest, limits)).clamp(case.levels * limits.smallest_normal)
     groups = case.groups(case.x_hat)
     same = groups.amin(-1) == groups.amax(-1)
     if case.symmetric:  # neighbours of one sign may share a code far from zero

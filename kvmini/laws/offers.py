@@ -170,7 +170,8 @@ class CacheOffer(Offer):
         super().__init__("cache", name, factory)
         reason = ""
         self.policies: list[CachePolicy] = []
-        for policy in policies():
+        asked = policies()
+        for policy in asked:
             try:
                 cache = factory(LAYERS, Rope(2 * policy.key.quantizer.group_size), policy)
             except NotImplementedError as error:
@@ -182,11 +183,12 @@ class CacheOffer(Offer):
             self.shows = {name for name in FACE if name in dir(cache)}
             if not self.shows >= {"append", "read"}:
                 raise KvminiError(f"{name} gives a {type(cache).__name__} without append or read")
+        self.n_asked = len(asked)
         if not self.policies:
             raise KvminiError(f"{name} offers no policy of the uniform quantizer: {reason}")
 
     def describe(self) -> str:
-        return f"offers {len(self.policies)} of {len(policies())} policies; shows {', '.join(sorted(self.shows))}"
+        return f"offers {len(self.policies)} of {self.n_asked} policies; shows {', '.join(sorted(self.shows))}"
 
 
 def _line(error: Exception) -> str:

@@ -42,18 +42,17 @@ def offers_of(names: dict[str, str]) -> list[Offer]:
     return [offer(kind, name) for kind, name in names.items()]
 
 
-def public_offers() -> list[Offer]:
-    """The public quantizers whose packages are installed; prints their versions, and which are not."""
-    found = []
+def public_offers() -> tuple[list[Offer], dict[str, str]]:
+    """The public quantizers whose packages are installed, and the versions of each; prints which are not."""
+    found, versions = [], {}
     for label, kind, factory, packages in ADAPTERS:
         try:
-            versions = ", ".join(f"{package} {version(package)}" for package in packages)
+            versions[label] = ", ".join(f"{package} {version(package)}" for package in packages)
         except PackageNotFoundError as error:
             print(f"{label} is skipped: {error}")
             continue
-        print(f"{label}: {versions or 'its published formula'}")
         found.append(offer(kind, label, factory))
-    return found
+    return found, versions
 
 
 def default_profile() -> str:
@@ -94,30 +93,31 @@ def show(offers: list[Offer], laws: list[Law], profile: str, quiet: bool) -> lis
     return found
 
 
-def matrix(found: list[Verdict]) -> str:
-    """Laws down, implementations across: kept, broken (on which axes), or - where it was skipped."""
+def matrix(rows: list[dict[str, str]]) -> str:
+    """Verdicts (as `Verdict.row` gives them) as a table: laws down, implementations across."""
     tables = []
-    for kind in dict.fromkeys(verdict.law.kind for verdict in found):
-        rows = [verdict for verdict in found if verdict.law.kind == kind]
-        names = list(dict.fromkeys(verdict.implementation for verdict in rows))
-        cells = {(law, name): _cell([v for v in rows if (v.law, v.implementation) == (law, name)])
-                 for law in dict.fromkeys(v.law for v in rows) for name in names}
-        titles = {law: f"{law.number} {law.title}" for law, _ in cells}
-        width = max(map(len, titles.values()))
-        tables.append("\n".join([
-            " ".join([f"{kind + 's':{width}}", *(f"{name:>14}" for name in names)]),
-            *(" ".join([f"{title:{width}}", *(f"{cells[law, name]:>14}" for name in names)])
-              for law, title in titles.items())]))
-    return "\n\n".join(tables) + "\nnot: not promised; -: not offered or not shown; t, c: per_token, per_channel"
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        names = list(dict.fromkeys(row["implementation"] for row in of_kind))
+        cells: dict[str, dict[str, list]] = {}
+        for row in of_kind:
+            law = cells.setdefault(f"{row['law']} {row['title']}", {name: [] for name in names})
+            law[row["implementation"]].append(row)
+        width = max(map(len, cells))
+        lines = [(f"{kind}s", names), *((law, [_cell(cell) for cell in row.values()]) for law, row in cells.items())]
+        tables += ["\n".join(" ".join([f"{law:{width}}", *(f"{text:>12}" for text in texts)]) for law, texts in lines)]
+    tables.append("not: given up on purpose; -: not offered or not shown; t, c: per_token, per_channel")
+    return "\n\n".join(tables)
 
 
-def _cell(verdicts: list[Verdict]) -> str:
-    broken = [verdict.variant[4:5] for verdict in verdicts if verdict.outcome == "broken"]
+def _cell(rows: list[dict[str, str]]) -> str:
+    """BROKEN (on which axes), kept, not (promised), or - where it was skipped."""
+    broken = [row["axis"].removeprefix("per_")[:1] for row in rows if row["outcome"] == "broken"]
     if broken:
-        return f"BROKEN {' '.join(broken)}".strip()
-    if any(verdict.outcome == "kept" for verdict in verdicts):
+        return " ".join(filter(None, ["BROKEN", *broken]))
+    if any(row["outcome"] == "kept" for row in rows):
         return "kept"
-    return "not" if any(verdict.detail.startswith("not promised") for verdict in verdicts) else "-"
+    return "not" if any(row["detail"].startswith("not promised") for row in rows) else "-"
 
 
 def count(found: list[Verdict]) -> str:

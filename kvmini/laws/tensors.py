@@ -15,8 +15,6 @@ from torch import Tensor
 
 from kvmini.quantizers.base import FLOATS
 
-SPREAD = 3.0  # where "normal" numbers end, roughly
-
 
 def _normal(random, shape, largest):
     return random.standard_normal(shape)

@@ -2,6 +2,7 @@
 
 from copy import copy
 from functools import cache
+from pathlib import Path
 
 import mutant_caches
 import mutant_crops
@@ -24,6 +25,12 @@ MUTANTS = [pytest.param(kind, mutant, number, id=f"{kind}-{mutant.__name__}-{num
 RIGHT = [pytest.param(kind, name, variant, id=f"{kind}-{name}")
          for kind, table in variants.RIGHT.items() for name, variant in table.items()]
 HUNTS = [settings(PROFILES["ci"], max_examples=n, phases=[Phase.generate]) for n in (15, 200)]  # without shrinking
+
+
+def test_the_readme_counts_them():
+    mutants, right = len({(param.values[0], param.values[1]) for param in MUTANTS}), len(RIGHT)
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+    assert f"each of {mutants} broken implementations" in readme and f"and {right} unusual but correct ones" in readme
 
 
 @cache
