@@ -84,8 +84,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--public", action="store_true", help="judge the public quantizers that are installed")
     command.add_argument("--list", action="store_true", help="print the laws, judge nothing")
     command.add_argument("--law", nargs="+", default=[], metavar="NUMBER", help="judge these only, such as L03")
-    command.add_argument("--profile", choices=("dev", "ci", "grade", "hunt"), default="dev",
-                         help="how many examples: 25, 60, 400 (the two always the same), 5000 (default: dev)")
+    command.add_argument("--profile", choices=("dev", "ci", "grade", "hunt"), default="ci",
+                         help="examples a check: dev 25, ci 60 (default), grade 400, hunt 5000; those of ci and grade "
+                              "are the same every time")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts to FILE")
     command.add_argument("--quiet", action="store_true", help="print what is broken and the count only")
     command.set_defaults(run=laws)
@@ -195,6 +196,9 @@ def laws(args: argparse.Namespace) -> int:
     if args.public and any(given.values()):
         raise KvminiError("give --public, or what is to be judged, not both")
     offers, versions = public_offers() if args.public else (offers_of(named(given)), {})
+    if not any(law.kind == offer.kind for law in book for offer in offers):
+        kinds = " and ".join(sorted({law.kind for law in book}))
+        raise KvminiError(f"nothing to judge: {', '.join(args.law)} speaks of a {kinds}, which is not given")
     found = show(offers, book, args.profile, args.quiet)
     rows = [verdict.row() for verdict in found]
     if args.public:

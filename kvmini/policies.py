@@ -112,5 +112,5 @@ def load_factory(name: str):
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody's module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever somebody's module does when it is imported
         raise KvminiError(f"cannot load {name!r}: {type(error).__name__}: {error}") from None

@@ -167,6 +167,14 @@ def not_a_number_is_not_hidden(drawn: tuple[Case, float, int]) -> None:
     demand(case.on(x), x.isfinite() | ~x_hat.isfinite(), lambda i: f"{bad} came back as {x_hat[i].item():.9g}")
 
 
+@law("L16", "quantizer", cases(), needs=("codes", "scale", "minimum"))
+def what_is_shown_is_what_is_read(case: Case) -> None:
+    """code * scale + minimum, as shown, is what dequantize gives."""
+    x_hat = case.spread(case.scale) * case.codes().double() + case.spread(case.minimum)
+    limit = torch.finfo(case.x.dtype).max
+    within(case, "code * scale + minimum", x_hat.clamp(-limit, limit), case.x_hat, case.spread(case.slack))
+
+
 @law("L16", "quantizer", cases(), needs=("affine",))
 def affine_is_dequantize(case: Case) -> None:
     """What `affine` hands to a kernel, code * scale + minimum, is what dequantize computes."""

@@ -149,6 +149,14 @@ class Case:
             raise Broken(f"{self}: scale has shape {list(scale.shape)}, expected {list(self.low.shape)}")
         return scale
 
+    @property
+    def minimum(self) -> Tensor:
+        """The stored minimum of each group."""
+        minimum = self.tensor("minimum", self.stored.minimum).double()
+        if minimum.shape != self.low.shape:
+            raise Broken(f"{self}: minimum has shape {list(minimum.shape)}, expected {list(self.low.shape)}")
+        return minimum
+
     # --- float arithmetic
 
     @property
@@ -199,6 +207,9 @@ class Case:
         if len(i) != self.x.ndim:
             return ""
         text = f"; its group runs from {self.spread(self.low)[i].item():.9g} to {self.spread(self.high)[i].item():.9g}"
+        if self.group_size <= 8 and self.axis != "per_tensor":
+            number = self.spread(torch.arange(self.low.numel()).view(self.low.shape))[i]
+            text += f" ({', '.join(f'{x:.9g}' for x in self.groups(self.x).flatten(0, -2)[number].tolist())})"
         return text + (f", stored scale {self.spread(self.scale)[i].item():.6g}" if "scale" in self.offer.shows else "")
 
 

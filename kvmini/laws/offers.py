@@ -40,7 +40,16 @@ class Offer:
             raise KvminiError(f"{name} is no {kind}: it has no {' and no '.join(missing)}")
         self.kind, self.name, self.factory = kind, name, factory
         self.refused: dict[str, str] = {}
-        self.does_not_promise: dict[str, str] = dict(getattr(factory, "does_not_promise", {}))
+        self.does_not_promise: dict[str, str] = {}
+        self._does_not_promise(factory)
+
+    def _does_not_promise(self, holder) -> None:
+        said = getattr(holder, "does_not_promise", {})
+        if not isinstance(said, dict):
+            raise KvminiError(f"{self.name}: does_not_promise must be a dict, law number to reason, not {said!r}")
+        if unknown := set(said) - set(numbers()):
+            raise KvminiError(f"{self.name} does not promise {', '.join(sorted(map(str, unknown)))}, which are no laws")
+        self.does_not_promise |= said
 
     def variants_of(self, law: Law) -> tuple[str, ...]:
         """The axes on which this law is judged here; one that is not offered where all are not."""
@@ -135,8 +144,8 @@ class QuantizerOffer(Offer):
     def _ask_what_it_shows(self) -> None:
         case = self._probe(torch.float32 if torch.float32 in self.dtypes else self.dtypes[0])
         stored, quantizer = case.stored, case.quantizer
-        shown = {name for name in ("codes", "scale", "nbytes") if getattr(stored, name, None) is not None}
-        self.does_not_promise |= getattr(quantizer, "does_not_promise", {})
+        shown = {name for name in ("codes", "scale", "minimum", "nbytes") if getattr(stored, name, None) is not None}
+        self._does_not_promise(quantizer)
         symmetric = getattr(quantizer, "symmetric", getattr(stored, "minimum", 0) is None)
         able = {name for name in ("cat", "take", "block") if getattr(quantizer, name, None) is not None}
         if hasattr(quantizer, "affine") and quantizer.affine(stored) is not None:
@@ -146,8 +155,21 @@ class QuantizerOffer(Offer):
                   } if "scale" in shown else set()
         declared = getattr(quantizer, "scale_dtype", None)
         self.scale_dtype = declared if isinstance(declared, torch.dtype) else scales.pop() if len(scales) == 1 else None
-        if unknown := set(self.does_not_promise) - set(numbers()):
-            raise KvminiError(f"{self.name} does not promise {', '.join(sorted(unknown))}, which are no laws")
+
+class RopeOffer(Offer):
+    """Somebody's `factory(head_dim, base)`."""
+
+    def __init__(self, name: str, factory: Callable):
+        super().__init__("rope", name, factory)
+        try:
+            self.shows = {method for method in ("apply", "undo") if hasattr(factory(head_dim=8, base=1e4), method)}
+        except Exception as error:
+            raise KvminiError(f"{name}(head_dim=8, base=1e4) raised {type(error).__name__}: {_line(error)}") from None
+        if "apply" not in self.shows:
+            raise KvminiError(f"what {name} makes has no apply")
+
+    def describe(self) -> str:
+        return f"shows {', '.join(sorted(self.shows))}"
 
 
 def policies() -> list[CachePolicy]:

@@ -10,14 +10,14 @@ from types import ModuleType
 from kvmini import policies
 from kvmini.errors import KvminiError
 from kvmini.laws.law import Law, Verdict, judge
-from kvmini.laws.offers import CacheOffer, Offer, QuantizerOffer
+from kvmini.laws.offers import CacheOffer, Offer, QuantizerOffer, RopeOffer
 from kvmini.laws.public import ADAPTERS
 
 OURS = {"quantizer": "kvmini:UniformQuantizer", "cache": "kvmini:QuantizedKVCache",
         "kernel": "kvmini.laws.consumers:readable_kernel", "rope": "kvmini:Rope", "packer": "kvmini.packing"}
 VARIABLES = {kind: f"KVMINI_{kind.upper()}" for kind in OURS}
 VARIABLES["cache"] = "KVMINI_KV_CACHE"  # KVMINI_CACHE is the folder of the model
-OFFERS = {"quantizer": QuantizerOffer, "cache": CacheOffer}
+OFFERS = {"quantizer": QuantizerOffer, "cache": CacheOffer, "rope": RopeOffer}
 
 
 def offer(kind: str, name: str, factory: Callable | ModuleType | None = None) -> Offer:
@@ -27,6 +27,8 @@ def offer(kind: str, name: str, factory: Callable | ModuleType | None = None) ->
         >>> offer("quantizer", "kvmini:UniformQuantizer").variants
         ('per_token', 'per_channel', 'per_tensor')
     """
+    if factory is None and kind != "packer" and ":" not in name:
+        raise KvminiError(f"a {kind} is named MODULE:FACTORY, not {name!r}")
     if factory is None:
         factory = policies.load_factory(name) if ":" in name else _module(name)
     return OFFERS[kind](name, factory) if kind in OFFERS else Offer(kind, name, factory)
@@ -53,10 +55,6 @@ def public_offers() -> tuple[list[Offer], dict[str, str]]:
             continue
         found.append(offer(kind, label, factory))
     return found, versions
-
-
-def default_profile() -> str:
-    return "ci" if os.environ.get("CI") else "dev"
 
 
 def verdicts(offer: Offer, law: Law, profile: str) -> Iterator[Verdict]:
@@ -124,7 +122,8 @@ def count(found: list[Verdict]) -> str:
     """How many were kept, broken and skipped."""
     outcomes = Counter(verdict.outcome for verdict in found)
     laws = len({verdict.law.number for verdict in found})
-    return f"{laws} laws: " + ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in ("kept", "broken", "skipped"))
+    said = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in ("kept", "broken", "skipped"))
+    return f"{len(found)} checks of {laws} law{'s' * (laws != 1)}: {said}"
 
 
 def _module(name: str) -> ModuleType:

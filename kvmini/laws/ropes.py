@@ -71,7 +71,7 @@ def norms_are_kept(turn: Turn) -> None:
     within(turn, "the norm", turn.apply(turn.x, turn.first).double().norm(dim=-1), norm, norm * 8 * U[turn.x.dtype])
 
 
-@law("L17", "rope", turns)
+@law("L17", "rope", turns, needs=("undo",))
 def undo_is_the_inverse(turn: Turn) -> None:
     """`undo` turns back what `apply` turned."""
     turned = turn.apply(turn.x, turn.first)

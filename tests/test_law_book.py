@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmini import KvminiError, UniformQuantizer
+from kvmini import KvminiError, Rope, Stored, UniformQuantizer
 from kvmini.__main__ import main
 from kvmini.laws import LAWS, OURS, PROFILES, judge, kv_tensors, offer
 from kvmini.laws.cases import ulp
@@ -107,11 +107,11 @@ def test_what_is_not_offered_is_skipped_with_a_reason_never_passed(student):
 def test_a_class_that_raises_breaks_the_law_and_says_with_what():
     class Raises(UniformQuantizer):
         def dequantize(self, stored):
-            if stored.scale.max() > 1000:
-                raise RuntimeError("no such scale\nat all")
+            if stored.n_tokens == 1:  # what is asked first has more
+                raise RuntimeError("no so few\ntokens")
             return super().dequantize(stored)
-    verdict = judge(law("L05"), quantizer(Raises), "per_token")
-    assert verdict.outcome == "broken" and "dequantize raised RuntimeError: no such scale at all" in verdict.detail
+    verdict = judge(law("L05"), quantizer(Raises), "per_token", "ci")
+    assert verdict.outcome == "broken" and "dequantize raised RuntimeError: no so few tokens" in verdict.detail
 
 
 def test_chance_is_no_excuse():
@@ -133,11 +133,34 @@ def test_the_fixed_profiles_find_the_same_every_time():
     (lambda n_bits, axis: None, "TypeError"),
     (lambda **settings: (_ for _ in ()).throw(NotImplementedError("nothing yet")), "no axis.*nothing yet"),
     (lambda **settings: type("Text", (), {"quantize": str, "dequantize": str})(), "neither torch nor numpy"),
-    (type("Odd", (UniformQuantizer,), {"does_not_promise": {"L99": "?"}}), "L99")])
+    (type("Odd", (UniformQuantizer,), {"does_not_promise": {"L99": "?"}}), "L99"),
+    (type("List", (UniformQuantizer,), {"does_not_promise": ["L24"]}), "does_not_promise.*dict")])
 def test_what_is_no_quantizer_is_refused_in_a_line(factory, says):
     with pytest.raises(KvminiError, match=says) as error:
         quantizer(factory)
     assert "\n" not in str(error.value)
+
+
+def test_a_rope_without_undo_is_not_blamed_for_it():
+    class Forward:
+        apply = Rope.apply
+        _turn, _cos_sin = staticmethod(Rope._turn), Rope._cos_sin
+
+        def __init__(self, head_dim, base):
+            self.head_dim, self.base, self.factors = head_dim, base, None
+    found = [judge(one, offer("rope", "somebody:rope", Forward)) for one in LAWS if one.kind == "rope"]
+    assert [(v.law.name, v.outcome) for v in found if v.outcome != "kept"] == [("undo_is_the_inverse", "skipped")]
+
+
+def test_a_minimum_that_is_shown_must_be_the_one_that_is_read():
+    class Negated(Stored):
+        minimum = property(lambda self: -self.parts["minimum"])
+
+    class Shows(UniformQuantizer):
+        def quantize(self, x):
+            return Negated(**vars(super().quantize(x)))
+    verdict = judge(law("L16", "shown"), quantizer(Shows), "per_token", "ci")
+    assert verdict.outcome == "broken" and "minimum" in verdict.detail
 
 
 # --- the two ways in
@@ -146,16 +169,20 @@ def test_the_command_prints_header_verdicts_and_the_smallest_case(student, capsy
     assert main(["laws", "--quantizer", "student:make", "--law", "L24", "L05", "L26", "--json", "laws.json"]) == 1
     out = capsys.readouterr().out
     for part in ("quantizer under test: student:make", "BROKEN   L24 half to even", "kept     L05 monotone",
-                 "skipped  L26", "3 laws: 1 kept, 1 broken, 1 skipped", "[1, 1, 1, "):
+                 "skipped  L26", "3 checks of 3 laws: 1 kept, 1 broken, 1 skipped", "[1, 1, 1, "):
         assert part in out, (part, out)
     assert '"outcome": "broken"' in (student / "laws.json").read_text()
     assert main(["laws", "--packer", "kvmini.packing", "--quiet"]) == 0
-    assert capsys.readouterr().out == "1 laws: 2 kept, 0 broken, 0 skipped\n"
+    assert capsys.readouterr().out == "2 checks of 1 law: 2 kept, 0 broken, 0 skipped\n"
 
 
 @pytest.mark.parametrize("argv", [["--quantizer", "no_such:thing"], ["--packer", "no_such"], ["--law", "L99"],
-                                  ["--quantizer", "math:pi"], ["--cache", "kvmini:KvminiError"]])
-def test_mistakes_are_one_line_and_status_2(argv, capsys):
+                                  ["--quantizer", "math:pi"], ["--cache", "kvmini:KvminiError"],
+                                  ["--quantizer", "kvmini"], ["--packer", "kvmini.packing", "--law", "L03"],
+                                  ["--rope", "kvmini:KvminiError"], ["--quantizer", "antigravity_of_mine:exits"]])
+def test_mistakes_are_one_line_and_status_2(argv, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "antigravity_of_mine.py").write_text("import sys; sys.exit(0)")
     assert main(["laws", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("kvmini: ") and captured.err.count("\n") == 1
@@ -163,7 +190,7 @@ def test_mistakes_are_one_line_and_status_2(argv, capsys):
 
 @pytest.mark.slow
 def test_pytest_takes_the_option_and_the_variable(student):
-    door = str(Path(__file__).parent)
+    door = str(Path(__file__).parent / "laws")
     for options, variable in ((["--quantizer", "student:make"], None), ([], "student:make")):
         environment = {**os.environ, "PYTHONPATH": str(student)} | ({"KVMINI_QUANTIZER": variable} if variable else {})
         command = [sys.executable, "-m", "pytest", door, "-k", "L05 or L08 or half_to_even", "-rs", "-v", *options]

@@ -11,7 +11,7 @@ from kvmini.laws import LAWS, PROFILES, offer
 from kvmini.laws.public import ADAPTERS
 from kvmini.laws.report import verdicts
 
-COMMITTED = json.loads((Path(__file__).parents[2] / "notebooks/results/laws.json").read_text(encoding="utf-8"))["rows"]
+COMMITTED = json.loads((Path(__file__).parents[1] / "notebooks/results/laws.json").read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.mark.slow
