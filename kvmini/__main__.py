@@ -6,23 +6,23 @@
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from kvmini import experiments, plots, policies, tables
+from kvmini import policies
+from kvmini.catalogue import EXPERIMENTS
+from kvmini.claims import CLAIMS
+from kvmini.commands import PROMPT, claims, errors, experiment, fetch, generate_text, memory
 from kvmini.errors import KvminiError
-from kvmini.files import FIGURES, check_writable, read_text, write_figure, write_json
-from kvmini.model import generate
-from kvmini.tokenizer import Tokenizer
-from kvmini.weights import FILE_NAME, default_model, load_model
+from kvmini.files import check_writable, write_json
+from kvmini.shapes import SHAPES
+from kvmini.weights import FILE_NAME
 
 UNDER_TEST = {"quantizer": "factory(n_bits, axis, group_size)", "cache": "factory(n_layers, rope, policy)",
               "kernel": "kernel(q, keys, values)", "rope": "factory(head_dim, base)",
               "packer": "module with pack, unpack and packed_size"}
-PROMPT = "The lighthouse keeper opened the door and"
 
 
 def whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -36,7 +36,7 @@ def whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def temperature(text: str) -> float:
+def number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -44,6 +44,12 @@ def temperature(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
     return value
+
+
+def positive(text: str) -> float:
+    if not number(text):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return number(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,31 +60,56 @@ class Parser(argparse.ArgumentParser):
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    common = Parser(add_help=False)
-    add = common.add_argument
+    data, grid, chosen_policies, output, figure = (Parser(add_help=False) for _ in range(5))
+    add = data.add_argument
     add("--model", type=Path, metavar="PATH", help=f"a GGUF file (default: {FILE_NAME}, fetched when needed)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to work on (default: the project's own prose)")
-    add("--tokens", type=whole(2), metavar="N", help="how many tokens of the text (default: 1024; generate: all)")
-    add("--n-bits", type=whole(1, 8), metavar="B", help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
-    add("--group-size", type=whole(1), metavar="G", help="elements of one scale (default: 32, or the policy's own)")
-    add("--policy", nargs="+", default=[], metavar="NAME", help=f"policies to run. {policies.GRAMMAR}")
+    add("--tokens", type=whole(2), metavar="N", help="how many tokens of it (default: 1024 or 512; generate: all)")
     add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn by chance (default: 0)")
     add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: torch's choice)")
-    add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    add("--quiet", action="store_true", help="no progress bars, nothing but the result")
+    add = grid.add_argument
+    add("--n-bits", type=whole(1, 8), metavar="B", help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
+    add("--group-size", type=whole(1), metavar="G", help="elements of one scale (default: 32, or the policy's own)")
+    add = chosen_policies.add_argument
+    add("--policy", nargs="+", default=[], metavar="NAME", help=f"policies to run, too. {policies.GRAMMAR}")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    output.add_argument("--quiet", action="store_true", help="no progress bars, nothing but the result")
+    figure.add_argument("--figure", type=Path, metavar="FILE", help="draw to FILE (.png, .svg or .pdf)")
 
     parser = Parser(prog="python -m kvmini", description="KV-cache quantization, measured on a real model.",
                     epilog="Without a command: ablate.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    command = commands.add_parser("ablate", parents=[common], help="the headline table: four ways to spend two bits")
-    command.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure to FILE (.png, .svg or .pdf)")
-    command.set_defaults(run=ablate)
-    command = commands.add_parser("generate", parents=[common], help="continue a text through any cache policy")
+
+    def add_command(name: str, run: Callable, help: str, *parents: Parser) -> Parser:
+        command = commands.add_parser(name, parents=parents, help=help)
+        command.set_defaults(run=run)
+        return command
+
+    for name, chosen in EXPERIMENTS.items():
+        run = {"errors": errors, "memory": memory}.get(name, experiment)
+        parents = [*([chosen_policies] if chosen.takes_policies else []), grid, output, figure]
+        command = add_command(name, run, chosen.help, *([] if name == "memory" else [data]), *parents)
+        if name == "errors":
+            command.add_argument("--tensors", type=Path, metavar="FILE",
+                                 help="judge q, k, v of this .npz or .safetensors file: [B, H, T, D], [B, Hkv, T, D]")
+            command.add_argument("--rope-base", type=positive, metavar="X", help="these q and k are unrotated: rotate "
+                                 "them with this base (default: they are as attention uses them)")
+        if name == "memory":
+            add = command.add_argument
+            add("--config", default="LLaMA-7B", metavar="NAME",
+                help=f"a config.json, or one of {', '.join(SHAPES)} (default: LLaMA-7B)")
+            add("--budget", type=positive, default=80.0, metavar="GIB", help="memory of the card (default: 80)")
+            add("--batch", type=whole(1), default=1, metavar="N", help="sequences (default: 1)")
+            add("--weight-bits", type=positive, default=16.0, metavar="B", help="(default: 16)")
+    command = add_command("claims", claims, "every claim of the article beside our figure", data, grid, output, figure)
+    command.add_argument("--only", type=whole(1, len(CLAIMS)), nargs="+", metavar="N", help="these claims only")
+    command.add_argument("--resume", action="store_true", help="measure only what the file of --json does not hold yet")
+    command = add_command("generate", generate_text, "continue a text through any cache policy", data, chosen_policies,
+                          grid, output)
     command.add_argument("--prompt", metavar="TEXT", help=f"continue this, not --text (default: {PROMPT!r})")
     command.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N", help="(default: 64)")
-    command.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help="0 is greedy (default: 0)")
-    command.set_defaults(run=generate_text)
-    command = commands.add_parser("laws", help="the law-book, on anybody's quantizer, cache, kernel, RoPE or packer")
+    command.add_argument("--temperature", type=number, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    command = add_command("laws", laws, "the law-book, on anybody's quantizer, cache, kernel, RoPE or packer")
     for kind, what in UNDER_TEST.items():
         command.add_argument(f"--{kind}", metavar="MODULE:FACTORY", help=f"{what} (default: all of kvmini's own)")
     command.add_argument("--public", action="store_true", help="judge the public quantizers that are installed")
@@ -89,96 +120,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
                               "are the same every time")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts to FILE")
     command.add_argument("--quiet", action="store_true", help="print what is broken and the count only")
-    command.set_defaults(run=laws)
-    command = commands.add_parser("fetch", help="fetch the default model and check its SHA-256")
+    command = add_command("fetch", fetch, "fetch the default model and check its SHA-256")
     command.add_argument("--quiet", action="store_true", help="print the path only")
-    command.set_defaults(run=fetch)
 
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["ablate", *argv]
     return parser.parse_args(argv)
-
-
-def ablate(args: argparse.Namespace) -> None:
-    n_bits, group_size, tokens = args.n_bits or 2, args.group_size or 32, args.tokens or 1024
-    chosen = experiments.ablation_policies(n_bits, group_size)
-    chosen |= {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy if name != "exact"}
-    text = read_text(args.text) if args.text else experiments.prose("report")
-    check_writable(args.json)
-    check_writable(args.figure, FIGURES)
-    started = time.perf_counter()
-    model, tokenizer = load_model(args.model, progress=not args.quiet)
-    ids = experiments.text_ids(tokenizer, text, tokens, model)
-    rows = experiments.ablation(model, tokenizer, ids, chosen, args.seed, progress=not args.quiet)
-
-    source = {"model": _name(args.model, FILE_NAME), "text": _name(args.text, "report.txt"), "tokens": tokens,
-              "n_bits": n_bits, "group_size": group_size, "seed": args.seed}
-    title = f"{source['model']}, {source['text']}, {tokens} tokens, {n_bits} bits, groups of {group_size}"
-    print(f"{title}\n\n{tables.ablation(rows)}\n")
-    for sentence in tables.ablation_findings(rows):
-        print(f"- {sentence}")
-    if not args.quiet:
-        print(f"\n{time.perf_counter() - started:.0f} s on {torch.get_num_threads()} threads")
-    if args.json:
-        write_json(args.json, {"command": "ablate", **source, "rows": rows})
-    if args.figure:
-        title += "; axis choices: prefill all, light bars: streamed"
-        write_figure(args.figure, plots.ablation(rows, title))
-
-
-def generate_text(args: argparse.Namespace) -> None:
-    if args.prompt is not None and args.text:
-        raise KvminiError("give --prompt or --text, not both")
-    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy or ["exact"]}
-    prompt = read_text(args.text) if args.text else PROMPT if args.prompt is None else args.prompt
-    if not prompt:
-        raise KvminiError("the prompt is empty: give at least one character")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise KvminiError("the prompt is not UTF-8 text")
-    check_writable(args.json)
-    model, tokenizer = load_model(args.model, progress=not args.quiet)
-    ids = experiments.text_ids(tokenizer, prompt, args.tokens or len(tokenizer.encode(prompt)), model)
-    if ids.shape[1] + args.max_new_tokens > model.config.context_length:
-        raise KvminiError(f"{ids.shape[1]} prompt tokens and {args.max_new_tokens} new ones are past the model's "
-                          f"context of {model.config.context_length}")
-    rows = []
-    for name, policy in chosen.items():
-        if len(chosen) > 1:
-            print(f"--- {name}")
-        before = ids[0].tolist()
-        print(tokenizer.decode(before), end="", flush=True)
-        cache, stream, started = model.new_cache(policy), Stream(tokenizer, before), time.perf_counter()
-        new = generate(model, ids, cache, args.max_new_tokens, args.temperature, args.seed, tokenizer.stop_ids, stream)
-        speed = new.shape[1] / (time.perf_counter() - started)
-        rows.append({"policy": name, "prompt_tokens": ids.shape[1], "new_tokens": new.shape[1],
-                     "text": stream.shown, "tokens_per_s": speed,
-                     "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element})
-        print("" if args.quiet else
-              f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
-              f"cache {cache.nbytes:,} bytes, {cache.bits_per_element:.2f} bits per element]")
-    if args.json:
-        write_json(args.json, {"command": "generate", "model": _name(args.model, FILE_NAME), "seed": args.seed,
-                               "rows": rows})
-
-
-class Stream:
-    """Prints tokens as they come; holds back a character that needs more tokens until it is whole."""
-
-    def __init__(self, tokenizer: Tokenizer, before: list[int]):
-        self.tokenizer, self.before, self.ids, self.shown = tokenizer, before, [], ""
-
-    def __call__(self, token: torch.Tensor) -> None:
-        if int(token[0]) in self.tokenizer.stop_ids:
-            return
-        self.ids.append(int(token[0]))
-        text = self.tokenizer.decode(self.ids, self.before).rstrip("\ufffd")
-        print(text[len(self.shown):], end="", flush=True)
-        self.shown = text
-
-
-def fetch(args: argparse.Namespace) -> None:
-    path = default_model(progress=not args.quiet)
-    print(path if args.quiet else f"{path} ({path.stat().st_size:,} bytes, SHA-256 right)")
 
 
 def laws(args: argparse.Namespace) -> int:
@@ -212,10 +159,6 @@ def laws(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, {"command": "laws", "profile": args.profile, "versions": versions, "rows": rows})
     return int(any(verdict.outcome == "broken" for verdict in found) and not args.public)
-
-
-def _name(path: Path | None, default: str) -> str:
-    return path.name if path else default
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,13 @@
-"""What a cache does to the model's work: perplexity, and verbatim recall by generation.
+"""What a cache does to the model's work: perplexity, generation, and multiple choice as the control.
 
 Perplexity in one call tests what that call's queries see (`prefill`); recall generates one token at a
-time from the compressed cache, as in use. Next file: `experiments.py`.
+time from the compressed cache, as in use. Next file: `instructions.py`.
 """
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,8 @@ from kvmini.tokenizer import Tokenizer
 
 PASSAGE, CUE, ANSWER = 192, 24, 48  # tokens of a recall item: read, repeated as the question, to be continued
 SEPARATOR = "\n\n"
+STEPS = (1, 2, 5, 10)  # of counting items, the ones that the default model can do
+BEFORE, SHOWN, ASKED = 64, 10, 5  # tokens of text before, numbers read, numbers to be written
 
 
 @torch.no_grad()
@@ -72,23 +77,112 @@ def recall_items(tokenizer: Tokenizer, text: str, n_items: int = 20, seed: int =
     return torch.cat([passages, separator, passages[:, :CUE]], dim=1), passages[:, CUE:CUE + ANSWER]
 
 
-@torch.no_grad()
-def recall(model: Llama, prompts: Tensor, answers: Tensor, policies: Iterable[CachePolicy | None]) -> Iterator[Tensor]:
-    """Share of each answer that the model gives, one policy (None: exact) after the other.
+def counting_items(tokenizer: Tokenizer, text: str, n_items: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Counting on by a fixed step, in numbers of three digits: "110, 115, 120," and so on; what follows?
 
-    All but the last prompt token go through the model once, exactly, and are handed to every policy's
-    cache; from there on each generates greedily by itself.
+    Each number depends on the ones just written, so it is lost where the recent tokens are. Some tokens of `text`
+    stand before, so that there is something to forget.
 
     Shapes:
-        prompts `[N, P]`, answers `[N, A]` -> for each policy the shares `[N]`
+        prompts `[n_items, P]`, text and 10 numbers; answers `[n_items, A]`, 5 numbers. No two items have start and
+        step alike, and every step is as frequent.
+    """
+    starts = [torch.randperm(900 - (SHOWN + ASKED) * step, generator=torch.Generator().manual_seed(seed)) + 100
+              for step in STEPS]
+    chosen = [(int(starts[i % len(STEPS)][i // len(STEPS)]), STEPS[i % len(STEPS)])
+              for i in range(count_of(n_items, "n_items"))]
+    rows = [[f"{start + i * step}," for i in range(SHOWN + ASKED)] for start, step in chosen]
+    before = [*tokenizer.encode(text)[:BEFORE], *tokenizer.encode(SEPARATOR)]
+    prompts = [before + tokenizer.encode(" ".join(row[:SHOWN])) for row in rows]
+    answers = [tokenizer.encode(" " + " ".join(row[SHOWN:])) for row in rows]
+    return torch.tensor(prompts), torch.tensor(answers)
+
+
+@torch.no_grad()
+def filled(model: Llama, prompts: Tensor, policies: Iterable[CachePolicy | None]) -> Iterator[KVCache]:
+    """For one policy (None: exact) after the other, a cache that was given all of the prompts `[N, P]`.
+
+    The prompts go through the model once, exactly, and are handed to every policy's cache.
     """
     layers: list[tuple[Tensor, Tensor]] = []
     tap = Tap(model.config.n_layers, model.config.rope, lambda layer, q, k, v: layers.append((k, v)))
-    model(prompts[:, :-1], tap, last_only=True)
+    model(prompts, tap, last_only=True)
     del tap
     for policy in policies:
         cache = model.new_cache(policy)
         for layer, (k, v) in enumerate(layers):
             cache.append(layer, k, v)
-        given = generate(model, prompts[:, -1:], cache, max_new_tokens=answers.shape[1])
-        yield (given == answers).double().mean(1)
+        yield cache
+
+
+def right_tokens(model: Llama, prompts: Tensor, answers: Tensor,
+                 policies: Iterable[CachePolicy | None]) -> Iterator[Tensor]:
+    """Which tokens of each answer the model gives, generating greedily by itself, one policy after the other.
+
+    Shapes:
+        prompts `[N, P]`, answers `[N, A]` -> for each policy bool `[N, A]`
+    """
+    for cache in filled(model, prompts[:, :-1], policies):
+        yield generate(model, prompts[:, -1:], cache, max_new_tokens=answers.shape[1]) == answers
+
+
+def recall(model: Llama, prompts: Tensor, answers: Tensor, policies: Iterable[CachePolicy | None]) -> Iterator[Tensor]:
+    """Share of each answer that the model gives: for each policy `[N]`."""
+    return (right.double().mean(1) for right in right_tokens(model, prompts, answers, policies))
+
+
+def counting(model: Llama, prompts: Tensor, answers: Tensor,
+             policies: Iterable[CachePolicy | None]) -> Iterator[Tensor]:
+    """Share of each answer that is right up to its first wrong token: for each policy `[N]`."""
+    return (right.long().cumprod(1).double().mean(1) for right in right_tokens(model, prompts, answers, policies))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A multiple-choice item as token ids: the prompt, its options, and which one is right."""
+
+    prompt: list[int]
+    options: list[list[int]]
+    answer: int
+
+
+def choice_items(tokenizer: Tokenizer) -> list[list[Choice]]:
+    """The project's own 120 items of common knowledge, four options each; those of equal prompt length together."""
+    items = json.loads((resources.files("kvmini") / "data" / "choices.json").read_text(encoding="utf-8"))
+    by_length: dict[int, list[Choice]] = {}
+    for item in items:
+        prompt = tokenizer.encode(f"Question: {item['question']}\nAnswer:")
+        options = [tokenizer.encode(f" {option}") for option in item["options"]]
+        by_length.setdefault(len(prompt), []).append(Choice(prompt, options, item["answer"]))
+    return list(by_length.values())
+
+
+@torch.no_grad()
+def choose(model: Llama, items: list[Choice], policies: Iterable[CachePolicy | None]) -> Iterator[list[bool]]:
+    """Which items each policy gets right: the likeliest option (sum of log p), scored after the prompt was handed over.
+
+    The items' prompts must be equally long.
+    """
+    prompts = torch.tensor([item.prompt for item in items])
+    for cache in filled(model, prompts[:, :-1], policies):
+        cache.reorder([i for i, item in enumerate(items) for _ in item.options])
+        yield _right(model, items, cache, before=1)
+
+
+@torch.no_grad()
+def choose_in_one_call(model: Llama, items: list[Choice], policy: CachePolicy | None) -> list[bool]:
+    """The same with prompt and option in one call: with prefill "exact" it sees nothing stored, whatever the policy."""
+    return _right(model, items, model.new_cache(policy), before=len(items[0].prompt))
+
+
+def _right(model: Llama, items: list[Choice], cache: KVCache, before: int) -> list[bool]:
+    """Score every option behind the last `before` tokens of its prompt; the cache has seen the others."""
+    options = [option for item in items for option in item.options]
+    longest = max(map(len, options))
+    rows = torch.tensor([item.prompt[-before:] + option + [0] * (longest - len(option))  # what follows is not seen
+                         for item in items for option in item.options])
+    logits = model(rows[:, :-1], cache)[:, before - 1:]  # the last token has nothing to predict
+    losses = F.cross_entropy(logits.mT, rows[:, before:], reduction="none")
+    sums = torch.stack([row[:len(option)].sum() for row, option in zip(losses, options, strict=True)])
+    best = sums.view(len(items), -1).argmin(-1).tolist()
+    return [choice == item.answer for choice, item in zip(best, items, strict=True)]

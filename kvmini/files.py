@@ -1,14 +1,18 @@
-"""Text in, results out: errors for people, and no file written by halves. Next file: `__main__.py`."""
+"""Text in, results out: errors for people, and no file written by halves. Next file: `commands.py`."""
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from safetensors.torch import load_file
 
 from kvmini.errors import KvminiError
 
@@ -29,6 +33,50 @@ def read_text(path: Path) -> str:
     return text
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that one of our commands wrote; KvminiError where there is none."""
+    try:
+        content = json.loads(read_text(path))
+    except ValueError as error:
+        if isinstance(error, KvminiError):
+            raise
+        raise KvminiError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise KvminiError(f"{path} was not written by kvmini: it holds no object")
+    return content
+
+
+def read_tensors(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]` of a .npz or .safetensors file that names them q, k, v.
+
+    Without the batch dimension will do. KvminiError for a file or tensors that do not fit.
+    """
+    kinds = {".npz": _npz, ".safetensors": load_file}
+    if path.suffix not in kinds:
+        raise KvminiError(f"cannot read tensors {path}: the name must end in one of {', '.join(kinds)}")
+    try:
+        tensors = kinds[path.suffix](path)
+    except OSError as error:
+        raise KvminiError(f"cannot read tensors {path}: {error.strerror or error}") from None
+    except Exception as error:  # each library has its own for a file that is not what its name says
+        raise KvminiError(f"{path} is not a whole {path.suffix} file: {error}") from None
+    if missing := [name for name in "qkv" if name not in tensors]:
+        raise KvminiError(f"{path} has no tensor named {' or '.join(missing)}: it must hold q, k and v")
+    q, k, v = (x[None] if x.ndim == 3 else x for x in (tensors[name] for name in "qkv"))
+    whole = all(x.ndim == 4 and x.is_floating_point() and x.numel() for x in (q, k, v))
+    if not whole or k.shape != v.shape or q[:, 0].shape != k[:, 0].shape or q.shape[1] % k.shape[1]:
+        shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, k, v))
+        raise KvminiError(f"{path}: q must be [B, H, T, D], k and v [B, Hkv, T, D] with H a multiple of Hkv, not "
+                          f"{shapes}")
+    dtype = torch.promote_types(torch.float32, torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype)))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    with np.load(path) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
 def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:
     """Raise KvminiError unless a file can be written there: before the long run, not after it."""
     if path is None:
@@ -45,8 +93,9 @@ def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON, whole or not at all."""
-    _write_whole(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+    """Write JSON, whole or not at all; lists of numbers in one line."""
+    text = re.sub(r"\[[\s\d.,eE+-]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(content, indent=1))
+    _write_whole(path, lambda part: part.write_text(text + "\n", encoding="utf-8"))
 
 
 def write_figure(path: Path, figure: Figure) -> None:

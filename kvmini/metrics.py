@@ -5,7 +5,7 @@
 
 An error is |x - x_hat| / |x| in percent, one Frobenius norm per head over its matrix; mean over heads,
 then over layers. The stored error is over all tokens of the final cache (exact windows count as error
-0); the consumed one is over what each query really sees. Next file: `evaluate.py`.
+0); the consumed one is over what each query really sees. Next file: `phenomena.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from kvmini.attention import CHUNK, View, attention_weights, weighted_sum
 from kvmini.cache import CachePolicy, KVCache
 from kvmini.errors import KvminiError
 from kvmini.model import Llama
+from kvmini.quantizers.base import Quantizer
 from kvmini.rope import Rope
 
 ERRORS = ("key_error", "score_error", "value_error", "output_error")
@@ -49,15 +50,57 @@ def relative_error(x: Tensor, x_hat: Tensor) -> Tensor:
         >>> relative_error(torch.full((2, 2), 4.0), torch.full((2, 2), 5.0)).item()
         25.0
     """
-    return _percent(_energy(x.double() - x_hat.double()), _energy(x))
+    return _percent(*frobenius(x, x_hat))
+
+
+def consumed_error(x: Tensor, consumer: Callable[[Tensor], Tensor], quantizer: Quantizer) -> tuple[float, float]:
+    """The error that a quantizer makes in any tensor, stored, and in what any function makes of it, consumed.
+
+    Both are relative errors in percent, one norm over the last two dimensions, averaged over the others.
+
+    Shapes:
+        x `[..., T, D]`; consumer takes that and may return any `[..., M, N]`
+    Example:
+        >>> from kvmini import UniformQuantizer
+        >>> x = torch.tensor([[0.0, 1.0, 2.0, 10.0]])
+        >>> first_half = lambda x: x[..., :2]                       # a consumer that never looks at the 10
+        >>> stored, consumed = consumed_error(x, first_half, UniformQuantizer(2, "per_token", 4))
+        >>> round(stored), round(consumed)
+        (16, 100)
+    """
+    x_hat = quantizer.dequantize(quantizer.quantize(x))
+    return relative_error(x, x_hat).mean().item(), relative_error(consumer(x), consumer(x_hat)).mean().item()
+
+
+def frobenius(x: Tensor, x_hat: Tensor) -> tuple[Tensor, Tensor]:
+    """Squares of the error and of the tensor, summed over the last two dimensions: the measure of rule and tables."""
+    return _energy(x.double() - x_hat.double()), _energy(x)
+
+
+def elementwise(x: Tensor, x_hat: Tensor, guard: float = 0.01) -> tuple[Tensor, Tensor]:
+    """Squares of (x - x_hat) / x, summed, and how many elements are not 0: the measure that KIVI's table writes.
+
+    As written it has no bound where x is near 0, so |x| counts as at least `guard` times the norm of its row
+    (last dimension); elements that are exactly 0, such as masked weights, are left out. The root of the mean
+    is reported; the norm of the paper grows with the number of elements.
+
+    Source:
+        KIVI (arXiv 2402.02750), Table 2, which says neither guard nor number of elements.
+    """
+    x, x_hat = x.double(), x_hat.double()
+    floor = guard * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    ratio = torch.where(x == 0, 0, (x - x_hat) / torch.maximum(x.abs(), floor))
+    return ratio.square().sum((-2, -1)), (x != 0).sum((-2, -1)).double()
 
 
 @torch.no_grad()
-def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[KVCache]) -> Tensor:
+def head_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[KVCache],
+                measure: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = frobenius) -> Tensor:
     """The four errors that each of some empty caches makes on one layer's tensors, given in one call.
 
     Shapes:
-        q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`, unrotated -> float64 `[caches, 4]`, in the order of ERRORS
+        q `[B, H, S, D]`, k and v `[B, Hkv, S, D]`, unrotated -> float64 `[caches, 4, Hkv]`, in the order of
+        ERRORS; what the query heads of one key/value head consume is averaged over them.
     Raises:
         KvminiError if a cache already holds tokens of that layer.
     Source:
@@ -69,20 +112,25 @@ def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[K
     views = [cache.append(layer, k, v) for cache in caches]
     stored = [cache.read(layer) for cache in caches]
     q, k = rope.apply(q, range(S)), rope.apply(k, range(S))
-    weight_energy = output_energy = 0.0
-    weight_off, output_off = [0.0] * len(caches), [0.0] * len(caches)
+    sums = torch.zeros(len(caches), 2, 2, *q.shape[:2], dtype=torch.float64, device=q.device)  # weights, output
     for start in range(0, S, CHUNK):
         stop = min(S, start + CHUNK)
         weights = attention_weights(q[..., start:stop, :], View(k[..., :stop, :]), start)
         output = weighted_sum(weights, View(v[..., :stop, :]))
-        weight_energy, output_energy = weight_energy + _energy(weights), output_energy + _energy(output)
         for i, (keys, values) in enumerate(views):
             seen = attention_weights(q[..., start:stop, :], keys.rows(start, stop, stop), start)
-            weight_off[i] = weight_off[i] + _energy(seen - weights)
-            output_off[i] = output_off[i] + _energy(weighted_sum(weights, values.rows(start, stop, stop)) - output)
-    return torch.tensor([[relative_error(k, k_hat).mean(), _percent(weight_off[i], weight_energy).mean(),
-                          relative_error(v, v_hat).mean(), _percent(output_off[i], output_energy).mean()]
-                         for i, (k_hat, v_hat) in enumerate(stored)], dtype=torch.float64)
+            sums[i, 0] += torch.stack(measure(weights, seen))
+            sums[i, 1] += torch.stack(measure(output, weighted_sum(weights, values.rows(start, stop, stop))))
+    errors = []
+    for (k_hat, v_hat), (weights, output) in zip(stored, sums, strict=True):
+        found = [_percent(*measure(k, k_hat)), _percent(*weights), _percent(*measure(v, v_hat)), _percent(*output)]
+        errors.append(torch.stack([x.unflatten(1, (k.shape[1], -1)).mean((0, 2)) for x in found]))
+    return torch.stack(errors)
+
+
+def layer_errors(layer: int, q: Tensor, k: Tensor, v: Tensor, caches: Sequence[KVCache]) -> Tensor:
+    """`head_errors`, averaged over heads: float64 `[caches, 4]`."""
+    return head_errors(layer, q, k, v, caches).mean(-1)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 The `gguf` package reads the file and undoes its block formats; this file maps its names to ours, undoes
 the interleaved row order of q and k, and takes every size from the metadata. The default model comes
-through pip, is checked by its SHA-256 and kept in the user's cache folder. Next: `metrics.py`.
+through pip, is checked by its SHA-256 and kept in the user's cache folder. Next: `texts.py`.
 """
 
 import hashlib

@@ -14,10 +14,12 @@ import torch
 from cli_inputs import SIZES, endless, refused, run
 from gguf_files import always_saying, sentencepiece, tiny_llama
 
-from kvmini import load_model, plots, tables, weights
-from kvmini.__main__ import PROMPT, main
-from kvmini.experiments import prose
+from kvmini import load_model, weights
+from kvmini.__main__ import main
+from kvmini.catalogue import EXPERIMENTS
+from kvmini.commands import PROMPT
 from kvmini.files import read_text, write_figure, write_json
+from kvmini.texts import prose
 
 # generate
 
@@ -193,7 +195,7 @@ def test_figures_are_written_and_nothing_else(ablated):
 def test_the_same_rows_give_the_same_figure_file(content, tmp_path, kind):
     hashes = set()
     for n in range(2):
-        write_figure(tmp_path / f"{n}.{kind}", plots.ablation(content["rows"], "title"))
+        write_figure(tmp_path / f"{n}.{kind}", EXPERIMENTS["ablate"].draw[""](content, "title"))
         hashes.add(hashlib.sha256((tmp_path / f"{n}.{kind}").read_bytes()).hexdigest())
     assert len(hashes) == 1
 
@@ -201,8 +203,7 @@ def test_the_same_rows_give_the_same_figure_file(content, tmp_path, kind):
 def test_what_ablate_prints(ablated, content):
     _, (loud, quiet) = ablated
     assert loud.startswith("m.gguf, report.txt, 96 tokens, 2 bits, groups of 32\n")
-    assert tables.ablation(content["rows"]) in quiet
-    assert all(sentence in quiet for sentence in tables.ablation_findings(content["rows"]))
+    assert EXPERIMENTS["ablate"].text(content) in quiet
     assert loud.startswith(quiet) and "threads" in loud and "threads" not in quiet
 
 

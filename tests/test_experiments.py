@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from kvmini import policies
+from kvmini.catalogue import EXPERIMENTS
 from kvmini.evaluate import perplexity, recall, recall_items
-from kvmini.experiments import AXIS_CHOICES, TEXTS, ablation_policies, prose, text_ids
+from kvmini.experiments.ablation import ablation_policies, findings
+from kvmini.experiments.run import AXIS_CHOICES, Run
 from kvmini.metrics import errors
-from kvmini.plots import ablation as figure
-from kvmini.tables import ablation as table
-from kvmini.tables import ablation_findings
+from kvmini.plots.ablation import ablation as figure
+from kvmini.tables import table
+from kvmini.texts import TEXTS, prose, text_ids
+
+RUN = Run(None, None, None)  # only its bits and groups are looked at
 
 
 def test_the_prose_is_long_plain_and_of_three_different_texts():
@@ -21,7 +25,7 @@ def test_the_prose_is_long_plain_and_of_three_different_texts():
 
 
 def test_the_rows_build_on_each_other():
-    chosen = ablation_policies(2, 32)
+    chosen = ablation_policies(RUN)
     assert list(chosen) == ["exact", *(f"K {key} V {value}" for key, value in AXIS_CHOICES),
                             "the right axes, streamed", "+ residual 128",
                             "+ sinks 4", "+ pre-RoPE"]
@@ -36,7 +40,7 @@ def test_the_rows_build_on_each_other():
 def test_the_axes_order_the_errors_and_the_perplexity(loaded32, text):
     model, tokenizer = loaded32
     ids = text_ids(tokenizer, prose(text), 512, model)
-    chosen = ablation_policies()
+    chosen = ablation_policies(RUN)
     four = [f"K {key} V {value}" for key, value in AXIS_CHOICES]
     tt, _, ct, cc = measured = errors(model, ids, [chosen[name] for name in four])
     assert ct["key_error"] < tt["key_error"] and ct["score_error"] < tt["score_error"]
@@ -76,7 +80,7 @@ def test_recall_needs_the_right_axes_and_gains_from_windows(loaded32):
 def rows(value_axis_matters=False, right=20.0):
     """Rows as `ablation` returns them, with figures made up for the sentences."""
     made = []
-    for name, policy in ablation_policies().items():
+    for name, policy in ablation_policies(RUN).items():
         wrong_key, wrong_value = "K per_token" in name, "V per_channel" in name
         cost = (3.0 if wrong_key else 1.0) * ((5.0 if value_axis_matters else 2.0) if wrong_value else 1.0)
         made.append({"name": name, "prefill": policy and policy.prefill, "body_bits_per_element": policy and 3.0,
@@ -93,34 +97,34 @@ def rows(value_axis_matters=False, right=20.0):
 
 
 def test_the_sentences_follow_the_figures():
-    said = " ".join(ablation_findings(rows()))
+    said = " ".join(findings({"rows": rows()}))
     assert "20.0 (K per_channel V per_token) to 120.0 (K per_token V per_channel), 6.0 times" in said
     assert "stored error prefers per_channel" in said and "consumer prefers per_token" in said
     assert "wrong way" in said and "+ residual 128 50%" in said and "here the key axis matters more" in said
-    assert "here the value axis matters more" in " ".join(ablation_findings(rows(value_axis_matters=True)))
-    assert "nothing to give back" in " ".join(ablation_findings(rows(right=10.0)))
+    assert "here the value axis matters more" in " ".join(findings({"rows": rows(value_axis_matters=True)}))
+    assert "nothing to give back" in " ".join(findings({"rows": rows(right=10.0)}))
     agreeing = rows()
     for row in agreeing:
         row["output_error"] = row["value_error"]
-    assert "wrong way" not in " ".join(ablation_findings(agreeing))
+    assert "wrong way" not in " ".join(findings({"rows": agreeing}))
     for row in agreeing:
         row["value_error"] = row["output_error"] = 0.0
-    assert "so short a text" not in " ".join(ablation_findings(agreeing))
+    assert "so short a text" not in " ".join(findings({"rows": agreeing}))
     agreeing[-1]["body_bits_per_element"] = None
-    assert "so short a text" in " ".join(ablation_findings(agreeing))
+    assert "so short a text" in " ".join(findings({"rows": agreeing}))
     for row in agreeing:  # no verdict where one of the two has none
         row["output_error"] = 50.0 if "V per_channel" in row["name"] else 40.0
-    said = " ".join(ablation_findings(agreeing))
+    said = " ".join(findings({"rows": agreeing}))
     assert "stored error prefers neither axis" in said and "wrong way" not in said
     for row in agreeing:
         row["output_error"] = 0.0
-    assert "prefers neither axis" in " ".join(ablation_findings(agreeing))
+    assert "prefers neither axis" in " ".join(findings({"rows": agreeing}))
 
 
 def test_table_and_figure_hold_every_row():
-    text = table(rows())
-    assert all(row["name"] in text for row in rows()) and len({len(line) for line in text.splitlines()[2:11]}) == 1
-    labels = [label.get_text() for label in figure(rows(), "title").axes[0].get_yticklabels()]
+    text = table(rows(), EXPERIMENTS["ablate"].columns["rows"])
+    assert all(row["name"] in text for row in rows())
+    labels = [label.get_text() for label in figure({"rows": rows()}, "title").axes[0].get_yticklabels()]
     assert len(labels) == 8 and labels[0] == "K per token V per channel"
 
 

@@ -5,10 +5,19 @@ import pytest
 import torch
 from test_model import small
 
-from kvmini import KVCache, KvminiError, QuantizedKVCache, Rope, generate, metrics, policies
-from kvmini.evaluate import ANSWER, CUE, PASSAGE, SEPARATOR, log_losses, perplexity, recall, recall_items
-from kvmini.experiments import prose
-from kvmini.metrics import ERRORS, Tap, errors, layer_errors, relative_error
+from kvmini import KVCache, KvminiError, QuantizedKVCache, Rope, UniformQuantizer, metrics, policies
+from kvmini.evaluate import log_losses, perplexity
+from kvmini.metrics import (
+    ERRORS,
+    Tap,
+    consumed_error,
+    elementwise,
+    errors,
+    frobenius,
+    head_errors,
+    layer_errors,
+    relative_error,
+)
 
 D, HKV, H, T = 16, 2, 4, 44
 
@@ -95,6 +104,44 @@ def test_relative_error_is_one_norm_per_head():
     torch.testing.assert_close(relative_error(x, off), torch.tensor([50.0, 1.0, 0.0], dtype=torch.float64))
 
 
+def test_elementwise_is_the_root_mean_square_of_ratios_with_a_floor_by_row():
+    x = torch.tensor([[3.0, 4.0, 0.0], [0.001, 100.0, 0.0]])
+    x_hat = torch.tensor([[3.3, 4.0, 9.0], [0.101, 90.0, 1.0]])
+    ratios = [0.3 / 3, 0, 0.1 / 1.0, 10 / 100]  # the floor of the second row: 1% of its norm, 100; zeros are left out
+    total, n = elementwise(x, x_hat)
+    assert n.item() == 4
+    assert total.item() == pytest.approx(sum(ratio**2 for ratio in ratios), rel=1e-4)
+
+
+@pytest.mark.parametrize("measure", [frobenius, elementwise])
+def test_head_errors_are_those_of_each_head_alone(measure):
+    """Cut the tensors to one key/value head and its query heads: the same figures, and their mean is the layer's."""
+    q, k, v = tensors()
+    policy = policies.get("k=per_channel:2:8,v=per_token:2:8,prefill=all")
+    (whole,) = head_errors(0, q, k, v, [QuantizedKVCache(1, Rope(D), policy)], measure)
+    assert whole.shape == (4, HKV)
+    for head in range(HKV):
+        one = slice(head, head + 1)
+        (alone,) = head_errors(0, q[:, 2 * head:2 * head + 2], k[:, one], v[:, one],
+                               [QuantizedKVCache(1, Rope(D), policy)], measure)
+        torch.testing.assert_close(whole[:, one], alone)
+    if measure is frobenius:
+        torch.testing.assert_close(whole.mean(-1), layer_errors(0, q, k, v, [QuantizedKVCache(1, Rope(D), policy)])[0])
+
+
+def test_consumed_error_is_the_error_of_what_the_consumer_makes_of_it():
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+    quantizer = UniformQuantizer(2, "per_token", 8)
+    x_hat = quantizer.dequantize(quantizer.quantize(x))
+    stored, consumed = consumed_error(x, lambda x: 3 * x, quantizer)
+    assert stored == pytest.approx(consumed) == pytest.approx(relative_error(x, x_hat).mean().item())
+    assert consumed_error(x, lambda x: x.new_ones(3, 3), quantizer) == (stored, 0.0)
+    w = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    wanted = [100 * np.linalg.norm((a - b) @ w.numpy().T) / np.linalg.norm(a @ w.numpy().T)
+              for a, b in zip(x.double().numpy(), x_hat.double().numpy(), strict=True)]
+    assert consumed_error(x, lambda x: x @ w.T, quantizer)[1] == pytest.approx(np.mean(wanted), rel=1e-5)
+
+
 def test_errors_average_over_layers_and_take_each_policy_alone():
     model, ids = small(), torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
     chosen = [policies.get(f"k={key}:2:8,v=per_token:2:8,prefill=all") for key in ("per_token", "per_channel")]
@@ -127,44 +174,3 @@ def test_losses_of_a_long_call_and_of_a_continued_text():
     model(ids[:, :100], cache)
     torch.testing.assert_close(log_losses(model, ids[:, 100:], cache, 30)[0], wanted[100:], rtol=1e-9, atol=1e-9)
     assert cache.length == 300
-
-
-class Words:
-    """A stand-in for a tokenizer in tests of bookkeeping: characters are tokens."""
-
-    def encode(self, text):
-        return [ord(c) % 50 for c in text]
-
-
-def test_recall_items_ask_for_what_follows_the_cue():
-    text = prose("calibration")[:3000]
-    prompts, answers = recall_items(Words(), text, n_items=20, seed=1)
-    separator = len(SEPARATOR)
-    assert prompts.shape == (20, PASSAGE + separator + CUE) and answers.shape == (20, ANSWER)
-    assert torch.equal(prompts[:, -CUE:], prompts[:, :CUE])
-    assert torch.equal(answers, prompts[:, CUE:CUE + ANSWER])
-    assert len({tuple(row.tolist()) for row in prompts}) == 20
-    assert not torch.equal(prompts, recall_items(Words(), text, n_items=20, seed=2)[0])
-    ids = Words().encode(text)
-    starts = [next(i for i in range(len(ids)) if ids[i:i + 40] == row[:40].tolist()) for row in prompts]
-    assert starts == sorted(starts) and starts[0] < 150 and starts[-1] > 3000 - PASSAGE - 300  # spread over the text
-    with pytest.raises(KvminiError, match="212"):
-        recall_items(Words(), text[:211])
-    assert len({tuple(row.tolist()) for row in recall_items(Words(), text[:212])[0]}) == 20
-
-
-def test_recall_generates_through_the_policys_own_cache():
-    """Each share equals that of a whole, separate run: exact prefill of all but one token, then real decode."""
-    model = small(context_length=400, tied=False)
-    prompts, _ = recall_items(Words(), prose("calibration")[:3000], n_items=3)
-    chosen = [None, policies.get("k=per_token:2:8,v=per_channel:1:8")]
-    outputs = []
-    for policy in chosen:
-        cache = model.new_cache(policy)
-        model(prompts[:, :-1], cache)
-        outputs.append(generate(model, prompts[:, -1:], cache, ANSWER))
-    assert len(outputs[0].unique()) > 5 and (outputs[0] != outputs[1]).any(1).all()  # not the same for any cache
-    for answers in outputs:
-        shares = list(recall(model, prompts, answers, chosen))
-        for share, output in zip(shares, outputs, strict=True):
-            assert share.tolist() == (output == answers).double().mean(1).tolist()

@@ -7,8 +7,8 @@ import torch
 from oracle import llama_logits
 
 from kvmini import Config, KvminiError, Llama, Rope, generate, policies
-from kvmini.experiments import prose
 from kvmini.metrics import Tap
+from kvmini.texts import prose
 
 
 def small(**changes):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmini import KvminiError, Tokenizer
-from kvmini.experiments import prose
+from kvmini.texts import prose
 
 SPACE = "Ġ"  # how byte-level tokens write a space
 MERGES = ("t h", "th e", f"{SPACE} the", f"{SPACE} {SPACE}", "1 2", "Ã ©")

@@ -1,25 +1,19 @@
-"""The figures: one function per experiment, from rows to a matplotlib figure. Legible in greyscale.
-
-Nothing is computed here. Next file: `files.py`.
-"""
-
-from collections.abc import Sequence
-from typing import Any
+"""The headline as a picture. Next file: `plots/phenomena.py`."""
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from kvmini.experiments import ADDED, AXIS_CHOICES, STREAMED
+from kvmini.experiments.ablation import ADDED, STREAMED
+from kvmini.experiments.run import AXIS_CHOICES, Result
+from kvmini.plots.style import DARK, INK, LIGHT
 
-DARK, LIGHT, INK = "#1f4e79", "#a9c7e8", "#222222"
 
-
-def ablation(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+def ablation(result: Result, title: str) -> Figure:
     """Perplexity of the four axis choices and of what is added; stored against consumed errors of both sides."""
-    by_name = {row["name"]: row for row in rows}
+    by_name = {row["name"]: row for row in result["rows"]}
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(f"{title}; axis choices: prefill all, light bars: streamed", fontsize=9)
 
     names = [f"K {key} V {value}" for key, value in AXIS_CHOICES]
     names = [*sorted(names, key=lambda name: -by_name[name]["perplexity"]), STREAMED, *ADDED]

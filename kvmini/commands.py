@@ -1,0 +1,197 @@
+"""What the commands do, once their arguments are parsed. Next file: `laws/law.py`."""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kvmini import policies
+from kvmini.catalogue import EXPERIMENTS, Experiment
+from kvmini.claims import CLAIMS
+from kvmini.claims import text as claims_text
+from kvmini.errors import KvminiError
+from kvmini.experiments import heads
+from kvmini.experiments.memory import memory as of_memory
+from kvmini.experiments.run import Result, Run
+from kvmini.files import FIGURES, check_writable, read_json, read_tensors, read_text, write_figure, write_json
+from kvmini.memory import GIB
+from kvmini.model import generate
+from kvmini.rope import Rope
+from kvmini.shapes import SHAPES, shape_of_config
+from kvmini.texts import prose, text_ids
+from kvmini.tokenizer import Tokenizer
+from kvmini.weights import FILE_NAME, default_model, load_model
+
+PROMPT = "The lighthouse keeper opened the door and"
+
+
+def experiment(args: argparse.Namespace) -> None:
+    """Any experiment of the catalogue: measure, print, write."""
+    check_outputs(args)
+    started = time.perf_counter()
+    run, source = prepare(args, EXPERIMENTS[args.command].tokens)
+    show(args, source, title_of(source), EXPERIMENTS[args.command].measure(run))
+    if not args.quiet:
+        print(f"\n{time.perf_counter() - started:.0f} s on {torch.get_num_threads()} threads")
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Bytes from a config alone; no model is loaded."""
+    shape = SHAPES.get(args.config) or shape_of_config(args.config)
+    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy}
+    check_outputs(args)
+    source = {"config": shape.name, "budget_gib": args.budget, "weight_bits": args.weight_bits, "batch": args.batch}
+    result = of_memory(shape, chosen, int(args.budget * GIB), args.batch, args.weight_bits)
+    title = f"{shape.name}, {args.weight_bits:g}-bit weights, batch {args.batch}, {args.budget:g} GiB"
+    show(args, source, title, result)
+
+
+def errors(args: argparse.Namespace) -> None:
+    """The model's tensors, or with --tensors anybody's: queries, keys and values of one layer."""
+    if args.tensors is None:
+        if args.rope_base is not None:
+            raise KvminiError("--rope-base belongs to --tensors: the model has its own")
+        return experiment(args)
+    if args.model or args.text or args.tokens:
+        raise KvminiError("--tensors brings its own data: give no --model, --text or --tokens with it")
+    check_outputs(args)
+    q, k, v = read_tensors(args.tensors)
+    n_bits, group_size = args.n_bits or 2, args.group_size or 32
+    rope = None if args.rope_base is None else Rope(q.shape[-1], args.rope_base)
+    run = Run(None, None, None, n_bits, group_size, args.seed)
+    source = {"tensors": args.tensors.name, "tokens": q.shape[-2], "n_bits": n_bits, "group_size": group_size}
+    title = f"{args.tensors.name}, {q.shape[-2]} tokens, {n_bits} bits, groups of {group_size}"
+    show(args, source, title, heads.tensors(run, q, k, v, rope))
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Before the long run, not after it."""
+    check_writable(args.json)
+    check_writable(args.figure, FIGURES)
+
+
+def show(args: argparse.Namespace, source: dict, title: str, result: Result) -> None:
+    """Print a result, and write it where asked."""
+    chosen = EXPERIMENTS[args.command]
+    print(f"{title}\n\n{chosen.text(result)}")
+    if args.json:
+        write_json(args.json, {"command": args.command, **source, **result})
+    if args.figure:
+        write_figures(args.figure, chosen, result, title)
+
+
+def write_figures(path: Path, chosen: Experiment, result: Result, title: str, more: str = "") -> None:
+    """The experiment's figures: the main one to `path`, others beside it, by name."""
+    for name, draw in chosen.draw.items():
+        write_figure(path.with_stem(f"{path.stem}{more}{name}"), draw(result, title))
+
+
+def claims(args: argparse.Namespace) -> None:
+    """Every claim, or those asked for; with --resume, from where the JSON file stopped."""
+    asked = [claim for claim in CLAIMS if not args.only or claim.number in args.only]
+    if args.resume and not args.json:
+        raise KvminiError("--resume goes on from the file that --json names: give one")
+    check_outputs(args)
+    run, source = prepare(args, 1024)
+    content = {"command": "claims", **source, "rows": [], "results": {}}
+    if args.resume and args.json.exists():
+        before = read_json(args.json)
+        if {**before, "rows": 0, "results": 0} != {**content, "rows": 0, "results": 0}:
+            raise KvminiError(f"{args.json} holds another run: give the same model, text and settings, or another file")
+        content["results"] = before["results"]
+    title, results = title_of(source), content["results"]
+    names = list(dict.fromkeys(claim.experiment for claim in asked if claim.experiment))
+    with tqdm(names, disable=True if args.quiet else None, leave=False) as bar:
+        for name in bar:
+            bar.set_description(name)
+            if name not in results:
+                shorter = replace(run, ids=run.ids[:, :EXPERIMENTS[name].tokens])
+                results[name] = json.loads(json.dumps(EXPERIMENTS[name].measure(shorter)))
+                if args.json:
+                    write_json(args.json, content)  # row by row, so that --resume can go on
+            if args.figure:
+                write_figures(args.figure, EXPERIMENTS[name], results[name], title, f"-{name}")
+    content["rows"] = [claim.row(results.get(claim.experiment)) for claim in asked]
+    print(f"{title}\n\n{claims_text(content['rows'])}")
+    if args.json:
+        write_json(args.json, content)
+
+
+def prepare(args: argparse.Namespace, tokens: int) -> tuple[Run, dict]:
+    """The run that the arguments ask for, and what a result says of it."""
+    n_bits, group_size, tokens = args.n_bits or 2, args.group_size or 32, args.tokens or tokens
+    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in getattr(args, "policy", [])}
+    text = read_text(args.text) if args.text else prose("report")
+    model, tokenizer = load_model(args.model, progress=not args.quiet)
+    ids = text_ids(tokenizer, text, tokens, model)
+    source = {"model": _name(args.model, FILE_NAME), "text": _name(args.text, "report.txt"), "tokens": tokens,
+              "n_bits": n_bits, "group_size": group_size, "seed": args.seed}
+    return Run(model, tokenizer, ids, n_bits, group_size, args.seed, chosen, not args.quiet), source
+
+
+def title_of(source: dict) -> str:
+    return (f"{source['model']}, {source['text']}, {source['tokens']} tokens, {source['n_bits']} bits, "
+            f"groups of {source['group_size']}")
+
+
+def generate_text(args: argparse.Namespace) -> None:
+    if args.prompt is not None and args.text:
+        raise KvminiError("give --prompt or --text, not both")
+    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy or ["exact"]}
+    prompt = read_text(args.text) if args.text else PROMPT if args.prompt is None else args.prompt
+    if not prompt:
+        raise KvminiError("the prompt is empty: give at least one character")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise KvminiError("the prompt is not UTF-8 text")
+    check_writable(args.json)
+    model, tokenizer = load_model(args.model, progress=not args.quiet)
+    ids = text_ids(tokenizer, prompt, args.tokens or len(tokenizer.encode(prompt)), model)
+    if ids.shape[1] + args.max_new_tokens > model.config.context_length:
+        raise KvminiError(f"{ids.shape[1]} prompt tokens and {args.max_new_tokens} new ones are past the model's "
+                          f"context of {model.config.context_length}")
+    rows = []
+    for name, policy in chosen.items():
+        if len(chosen) > 1:
+            print(f"--- {name}")
+        before = ids[0].tolist()
+        print(tokenizer.decode(before), end="", flush=True)
+        cache, stream, started = model.new_cache(policy), Stream(tokenizer, before), time.perf_counter()
+        new = generate(model, ids, cache, args.max_new_tokens, args.temperature, args.seed, tokenizer.stop_ids, stream)
+        speed = new.shape[1] / (time.perf_counter() - started)
+        rows.append({"policy": name, "prompt_tokens": ids.shape[1], "new_tokens": new.shape[1],
+                     "text": stream.shown, "tokens_per_s": speed,
+                     "cache_bytes": cache.nbytes, "bits_per_element": cache.bits_per_element})
+        print("" if args.quiet else
+              f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
+              f"cache {cache.nbytes:,} bytes, {cache.bits_per_element:.2f} bits per element]")
+    if args.json:
+        write_json(args.json, {"command": "generate", "model": _name(args.model, FILE_NAME), "seed": args.seed,
+                               "rows": rows})
+
+
+class Stream:
+    """Prints tokens as they come; holds back a character that needs more tokens until it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer, before: list[int]):
+        self.tokenizer, self.before, self.ids, self.shown = tokenizer, before, [], ""
+
+    def __call__(self, token: torch.Tensor) -> None:
+        if int(token[0]) in self.tokenizer.stop_ids:
+            return
+        self.ids.append(int(token[0]))
+        text = self.tokenizer.decode(self.ids, self.before).rstrip("\ufffd")
+        print(text[len(self.shown):], end="", flush=True)
+        self.shown = text
+
+
+def fetch(args: argparse.Namespace) -> None:
+    path = default_model(progress=not args.quiet)
+    print(path if args.quiet else f"{path} ({path.stat().st_size:,} bytes, SHA-256 right)")
+
+
+def _name(path: Path | None, default: str) -> str:
+    return path.name if path else default

@@ -1,0 +1,90 @@
+"""Accuracy is not all: instructions whose form the exact model keeps and a quantized cache breaks.
+
+Next file: `experiments/principle.py`.
+"""
+
+from dataclasses import replace
+from math import sqrt
+
+from kvmini.evaluate import filled
+from kvmini.experiments.run import Result, Run, as_streamed, perplexity_and_bits, settings
+from kvmini.instructions import Instruction, answer, batches, instructions
+from kvmini.model import generate
+
+WANTED, NEW_TOKENS = 150, 32  # instructions kept by the exact model; tokens of an answer
+
+
+def flips(run: Run) -> Result:
+    """Of the instructions that the exact model keeps, the share that each policy breaks.
+
+    Instructions are tried on the exact model, largest batch first, until at least 150 are kept.
+
+    Returns:
+        rows: one per policy, with flip_rate, its Wilson interval (95%), kept, tried, and the perplexity of the text.
+    """
+    chosen = {"exact": None, f"the right axes, {run.n_bits} bits": run.policy("per_channel", "per_token")}
+    if run.n_bits <= 4:
+        finer = replace(run, n_bits=2 * run.n_bits)
+        chosen[f"the right axes, {2 * run.n_bits} bits"] = finer.policy("per_channel", "per_token")
+    chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
+    candidates = instructions()
+    lots = sorted((places for places, _ in batches(run.tokenizer, candidates)), key=len, reverse=True)  # fewest calls
+    kept: list[Instruction] = []
+    tried = 0
+    with run.bar(len(chosen) + 1, "selecting instructions") as bar:
+        while len(kept) < WANTED and lots:
+            lot = [candidates[i] for i in lots.pop(0)]
+            tried += len(lot)
+            (keeps,) = _keeps(run, lot, [None])
+            kept += [instruction for instruction, keep in zip(lot, keeps, strict=True) if keep]
+        bar.update()
+        rows = [settings(name, policy) for name, policy in chosen.items()]
+        bar.set_description("answers")
+        answers = _keeps(run, kept, list(chosen.values())[1:])
+        for row, policy, keeps in zip(rows, chosen.values(), [[True] * len(kept), *answers], strict=True):
+            flipped = len(kept) - sum(keeps)
+            low, high = wilson(flipped, len(kept)) if kept else (None, None)
+            row |= {"flip_rate": flipped / len(kept) if kept else None, "flip_rate_low": low, "flip_rate_high": high,
+                    "kept": len(kept), "tried": tried} | perplexity_and_bits(run, as_streamed(policy))
+            bar.update()
+    kinds = sorted({instruction.kind for instruction in kept})
+    by_kind = [{"kind": kind, "kept": sum(i.kind == kind for i in kept)} | {
+        name: sum(i.kind == kind and not keep for i, keep in zip(kept, keeps, strict=True))
+        for name, keeps in zip(list(chosen)[1:], answers, strict=True)} for kind in kinds]
+    return {"rows": rows, "kinds": by_kind}
+
+
+def _keeps(run: Run, asked: list[Instruction], policies: list) -> list[list[bool]]:
+    """Which answers have the form that was asked for, for each policy; greedy, prompts handed over first."""
+    keeps = [[False] * len(asked) for _ in policies]
+    for places, ids in batches(run.tokenizer, asked):
+        for of_policy, cache in zip(keeps, filled(run.model, ids[:, :-1], policies), strict=True):
+            new = generate(run.model, ids[:, -1:], cache, NEW_TOKENS, stop=run.tokenizer.stop_ids)
+            for place, row in zip(places, new.tolist(), strict=True):
+                of_policy[place] = asked[place].keeps(answer(run.tokenizer, row))
+    return keeps
+
+
+def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share: 95% for the default z.
+
+    Example:
+        >>> [round(x, 3) for x in wilson(0, 150)]
+        [0.0, 0.025]
+    """
+    share = hits / n
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def findings(result: Result) -> list[str]:
+    exact, *rows = result["rows"]
+    if not exact["kept"]:
+        return [f"Not measurable here: the exact model keeps none of {exact['tried']} instructions."]
+    said = []
+    for row in rows:
+        interval = f"{row['flip_rate_low']:.0%} to {row['flip_rate_high']:.0%}"
+        said.append(f"{row['name']}: {row['flip_rate']:.0%} of {row['kept']} broken ({interval}) at "
+                    f"{row['perplexity'] / exact['perplexity']:.2f} times the perplexity")
+    return ["; ".join(said) + "."]

@@ -1,0 +1,166 @@
+"""Every experiment through the command line, on a tiny model: text, JSON, figures, the same twice."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from cli_inputs import refused, run
+from safetensors.torch import save_file
+
+from kvmini import catalogue, claims
+from kvmini.__main__ import main
+from kvmini.catalogue import EXPERIMENTS
+from kvmini.claims import CLAIMS, verdict
+
+SETTINGS = "--model m.gguf --tokens 96 --quiet"
+KEYS = {"name", "key_axis", "value_axis", "residual_length", "sink_length", "pre_rope", "prefill", "perplexity"}
+ADDED = {"residual": {"recall", "counting", "counting_standard_error"}, "sinks": {"output_error", "value_error"},
+         "rope": {"key_error", "score_error"}, "blind": {"accuracy", "recall"}, "flips": {"flip_rate", "kept"}}
+
+
+def fewer_items(monkeypatch):
+    """Six instructions (the tiny model keeps none, so all would be tried), the six largest batches of choices."""
+    whole = catalogue.flips.instructions
+    monkeypatch.setattr(catalogue.flips, "instructions", lambda: whole()[:6])
+    items = catalogue.blind.choice_items
+    monkeypatch.setattr(catalogue.blind, "choice_items", lambda tokenizer: sorted(items(tokenizer), key=len)[-6:])
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("ablate", "memory")])
+def test_an_experiment_prints_writes_and_draws_the_same_twice(name, here, tmp_path, capsys, monkeypatch):
+    fewer_items(monkeypatch)
+    texts = []
+    for n in range(2):
+        line = f"{name} {SETTINGS} --json {tmp_path}/{n}.json --figure {tmp_path}/{n}.png"
+        assert run(line) == 0
+        out, err = capsys.readouterr()
+        assert err == "" and out.startswith("m.gguf, report.txt, 96 tokens, 2 bits, groups of 32\n")
+        texts.append((out, (tmp_path / f"{n}.json").read_text(encoding="utf-8")))
+    assert texts[0] == texts[1]
+    content = json.loads(texts[0][1])
+    assert content["command"] == name and content["rows"]
+    assert EXPERIMENTS[name].text(content) in texts[0][0]  # what is printed follows from what is written
+    for more in EXPERIMENTS[name].draw:
+        first, second = ((tmp_path / f"{n}{more}.png").read_bytes() for n in range(2))
+        assert first == second and first.startswith(b"\x89PNG")
+    if name in ADDED:
+        assert all(KEYS | ADDED[name] <= row.keys() for row in content["rows"])
+
+
+def test_policies_add_rows_where_they_can_and_are_no_option_elsewhere(here, tmp_path, capsys):
+    assert run(f"residual {SETTINGS} --policy kivi-4 --json {tmp_path}/r.json") == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert rows[-1]["name"] == "kivi-4" and len(rows) == 7
+    capsys.readouterr()
+    assert "--policy" in refused("sinks --policy kivi-2", here, capsys)
+
+
+def test_memory_needs_no_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("KVMINI_CACHE", str(tmp_path / "nothing"))
+    assert main(["memory", "--policy", "c-t-2", "--json", str(tmp_path / "m.json"), "--quiet"]) == 0
+    content = json.loads((tmp_path / "m.json").read_text())
+    assert content["config"] == "LLaMA-7B" and {row["name"] for row in content["rows"]} == {
+        "exact", "kivi-2", "kivi-4", "c-t-2"}
+    assert capsys.readouterr().out.startswith("LLaMA-7B, 16-bit weights, batch 1, 80 GiB\n")
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["memory", "--config", str(tmp_path / "config.json"), "--batch", "4", "--quiet"]) == 0
+    assert "batch 4" in capsys.readouterr().out
+    assert "none.json" in refused(f"memory --config {tmp_path}/none.json", tmp_path, capsys)
+    capsys.readouterr()
+
+
+# --- errors --tensors
+
+def tensors(tmp_path, name="x.npz", **shapes):
+    random = np.random.default_rng(0)
+    given = {"q": (4, 40, 16), "k": (2, 40, 16), "v": (2, 40, 16)} | shapes
+    arrays = {side: random.normal(size=shape).astype(np.float32) for side, shape in given.items() if shape}
+    if "k" in arrays and arrays["k"].shape[-1] == 16:
+        arrays["k"][..., 5] *= 30  # an outlier channel: it stays where it is only if nothing rotates it
+    if name.endswith("npz"):
+        np.savez(tmp_path / name, **arrays)
+    else:
+        save_file({side: torch.tensor(x) for side, x in arrays.items()}, tmp_path / name)
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.safetensors"])
+def test_tensors_of_anybody(name, tmp_path, capsys):
+    path = tensors(tmp_path, name)
+    assert main(shlex.split(f"errors --tensors {path} --group-size 8 --json {tmp_path}/e.json "
+                            f"--figure {tmp_path}/e.svg")) == 0
+    assert capsys.readouterr().out.startswith(f"{name}, 40 tokens, 2 bits, groups of 8\n")
+    content = json.loads((tmp_path / "e.json").read_text())
+    token, channel = content["rows"]
+    assert token["key_error"] > 1.3 * channel["key_error"]
+    assert [row["largest_channel"] for row in content["heads"]] == [5, 5]
+    before, after = content["channels"]
+    assert before | {"name": after["name"]} == after  # nothing was rotated
+    assert main(shlex.split(f"errors --tensors {path} --group-size 8 --rope-base 100 --json {tmp_path}/e.json")) == 0
+    before, after = json.loads((tmp_path / "e.json").read_text())["channels"]
+    assert after["persistence"] < before["persistence"]
+
+
+@pytest.mark.parametrize(("shapes", "said"), [
+    ({"v": None}, ["no tensor named v"]), ({"k": (3, 40, 16), "v": (3, 40, 16)}, ["H a multiple of Hkv"]),
+    ({"q": (4, 39, 16)}, ["[1, 4, 39, 16]"]), ({"v": (2, 40, 8)}, ["[1, 2, 40, 8]"]), ({"q": (40, 16)}, ["[40, 16]"])])
+def test_tensors_that_do_not_fit_are_refused(shapes, said, tmp_path, capsys):
+    path = tensors(tmp_path, **shapes)
+    err = refused(f"errors --tensors {path}", tmp_path, capsys)
+    assert all(word in err for word in said)
+
+
+def test_files_that_are_no_tensors_are_refused(tmp_path, capsys):
+    (tmp_path / "a.npz").write_text("no")
+    (tmp_path / "a.safetensors").write_text("no")
+    (tmp_path / "a.csv").write_text("no")
+    path = tensors(tmp_path)
+    for line, said in (("a.npz", "not a whole .npz"), ("a.safetensors", "not a whole .safetensors"), ("a.csv", ".npz"),
+                       ("b.npz", "No such file"), ("x.npz --tokens 9", "--tokens"), ("x.npz --group-size 7", "7")):
+        assert said in refused(f"errors --tensors {tmp_path}/{line}", tmp_path, capsys)
+    assert "--rope-base" in refused("errors --rope-base 100", tmp_path, capsys)
+    assert path.exists()
+
+
+# --- claims
+
+def test_claims_print_rows_and_resume_where_they_stopped(here, tmp_path, capsys, monkeypatch):
+    fewer_items(monkeypatch)
+    line = f"claims {SETTINGS} --only 3 6 11 14 --json {tmp_path}/c.json --figure {tmp_path}/c.png"
+    assert run(line) == 0
+    out, content = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
+    assert [row["number"] for row in content["rows"]] == [3, 6, 11, 14]
+    assert claims.text(content["rows"]) in out and content["rows"][-1]["agrees"] == "not measured"
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        f"c-{name}.png" for name in ("errors", "errors-channels", "errors-sparsity", "groups", "timeline")]
+    before = (tmp_path / "c.json").read_bytes()
+
+    def fails(run):
+        raise AssertionError("measured again")
+    for name in ("groups", "errors"):
+        monkeypatch.setitem(EXPERIMENTS, name, catalogue.replace(EXPERIMENTS[name], measure=fails))
+    assert run(f"{line} --resume") == 0
+    assert (tmp_path / "c.json").read_bytes() == before
+    capsys.readouterr()
+    assert "another run" in refused(f"{line} --resume --seed 5", tmp_path, capsys)
+    assert "--json" in refused(f"claims {SETTINGS} --resume", tmp_path, capsys)
+    assert "1 to 16" in refused("claims --only 17", tmp_path, capsys)
+
+
+def test_an_interrupted_run_keeps_what_it_has(here, tmp_path, capsys, monkeypatch):
+    def fails(run):
+        raise KeyboardInterrupt
+    monkeypatch.setitem(EXPERIMENTS, "timeline", catalogue.replace(EXPERIMENTS["timeline"], measure=fails))
+    assert run(f"claims {SETTINGS} --only 3 11 --json {tmp_path}/c.json") == 130
+    content = json.loads((tmp_path / "c.json").read_text())
+    assert list(content["results"]) == ["groups"] and content["rows"] == []
+
+
+def test_the_claims_are_numbered_and_every_experiment_has_one():
+    assert [claim.number for claim in CLAIMS] == list(range(1, 17))
+    assert {claim.experiment for claim in CLAIMS} - {None} == set(EXPERIMENTS)
+    assert verdict(True) == "yes" and verdict(False, False) == "no" and verdict(False, True) == "in part"
