@@ -102,7 +102,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
             add("--batch", type=whole(1), default=1, metavar="N", help="sequences (default: 1)")
             add("--weight-bits", type=positive, default=16.0, metavar="B", help="(default: 16)")
     command = add_command("claims", claims, "every claim of the article beside our figure", data, grid, output, figure)
-    command.add_argument("--only", type=whole(1, len(CLAIMS)), nargs="+", metavar="N", help="these claims only")
+    command.add_argument("--only", type=whole(1, CLAIMS[-1].number), nargs="+", metavar="N", help="these claims only")
     command.add_argument("--resume", action="store_true", help="measure only what the file of --json does not hold yet")
     command = add_command("generate", generate_text, "continue a text through any cache policy", data, chosen_policies,
                           grid, output)

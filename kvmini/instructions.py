@@ -2,7 +2,9 @@
 
 Accuracy is not all: a quantized cache can leave the perplexity alone and still change how a model behaves. Those
 instructions are selected whose form the exact model keeps; the share of them that a quantized cache breaks is the
-conditional flip rate. Templates were chosen by what the exact default model keeps, greedily, within 32 new tokens. Next file: `shapes.py`.
+conditional flip rate. Templates were chosen by what the exact default model keeps, greedily, within 32 new tokens.
+
+Next file: `shapes.py`.
 """
 
 import re

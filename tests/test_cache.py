@@ -111,3 +111,10 @@ def test_windows_that_cover_everything_give_the_exact_cache(prefill):
     for sizes in ([50], [1] * 50, cut(50, 1)):
         torch.testing.assert_close(run(new_cache(policy), q, k, v, sizes), run(KVCache(1, Rope(D)), q, k, v, sizes),
                                    rtol=1e-12, atol=1e-12)
+
+
+def test_one_head_of_each_kind_is_enough():
+    q, k, v = (x[:, :1] for x in tokens(20))
+    for policy in (None, policies.get("k=per_channel:2:8,v=per_token:2:8")):
+        cache = KVCache(1, Rope(D)) if policy is None else new_cache(policy)
+        assert run(cache, q, k, v, [12, 8]).shape == (1, 1, 20, D)

@@ -89,6 +89,7 @@ def test_crop_to_nothing_is_an_empty_cache():
         first = run(cache, q, k, v, [12, 8])
         cache.crop(0)
         assert (cache.length, cache.nbytes, cache.capacity_nbytes) == (0, 0, 0)
+        assert cache.bits_per_element == cache.bits_per_element_at(16) == 0.0 and cache.body_bits_per_element is None
         with pytest.raises(KvminiError, match="empty"):
             cache.reorder([0])
         assert torch.equal(run(cache, q, k, v, [12, 8]), first)
@@ -105,7 +106,7 @@ def test_reorder_moves_sinks_body_and_window_alike(cache):
     cache.reorder([2, 0, 0])
     assert all(torch.equal(after, x[[2, 0, 0]]) for after, x in zip(cache.read(0), before, strict=True))
     for rows in ([3], [-1], [], [[0]], [0.5]):
-        with pytest.raises(KvminiError, match="rows"):
+        with pytest.raises(KvminiError, match=r"rows 0 \.\. 2, not "):
             cache.reorder(rows)
 
 
@@ -150,6 +151,8 @@ def test_mistakes_are_named():
     for bad in (0.0, -1, 10**20, True):
         with pytest.raises(KvminiError, match="residual_length"):
             Side(UniformQuantizer(2), residual_length=bad)
+        with pytest.raises(KvminiError, match="flush_length"):
+            Side(UniformQuantizer(2), flush_length=bad)
 
 
 @pytest.mark.parametrize("residual", [0, 128])

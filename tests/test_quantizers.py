@@ -197,13 +197,29 @@ def test_not_a_number_is_an_error_with_count_and_place():
         UniformQuantizer(2, "per_tensor", 8).quantize(x)
 
 
-@pytest.mark.parametrize("settings", [
-    {"n_bits": 0}, {"n_bits": 9}, {"n_bits": "two"}, {"n_bits": 2.0}, {"n_bits": True},
-    {"n_bits": 1, "symmetric": True}, {"group_size": 0}, {"group_size": -1}, {"group_size": 8.0},
-    {"axis": "channel"}, {"scale_dtype": torch.int8}])
-def test_bad_settings_are_refused(settings):
-    with pytest.raises(KvminiError):
+@pytest.mark.parametrize(("settings", "says"), [
+    *(({"n_bits": n}, r"^n_bits must be a whole number from 1 to 8") for n in (0, 9, "two", 2.0, True)),
+    *(({"n_bits": n, "symmetric": True}, r"^symmetric n_bits must be a whole number from 2 to 8") for n in (1, 9)),
+    *(({"group_size": n}, r"^group_size must be a whole number from 1 ") for n in (0, -1, 8.0)),
+    ({"axis": "channel"}, r"per_token, per_channel, per_tensor.*'channel'"),
+    ({"scale_dtype": torch.int8}, r"^scale_dtype must be one of torch.float16, .*not torch.int8")])
+def test_bad_settings_are_refused_by_name(settings, says):
+    with pytest.raises(KvminiError, match=says):
         UniformQuantizer(**settings)
+
+
+@pytest.mark.parametrize(("dtype", "scale_dtype", "wanted"), [
+    (torch.float16, torch.float16, torch.float32), (torch.float32, torch.float16, torch.float32),
+    (torch.float64, torch.float16, torch.float64), (torch.float32, torch.bfloat16, torch.float64)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_affine_is_dequantize_in_the_quantizers_own_arithmetic(dtype, scale_dtype, wanted, symmetric):
+    quantizer = UniformQuantizer(3, "per_token", 8, symmetric, scale_dtype)
+    stored = quantizer.quantize(tensor("normal", (2, 5, 16), dtype, 0))
+    packed, scale, start = quantizer.affine(stored)
+    assert packed is stored.parts["packed"] and scale is stored.scale and start.dtype == wanted
+    x_hat = axes.split(stored.codes(), "per_token", 8) * scale[..., None].to(wanted) + start[..., None]
+    torch.testing.assert_close(axes.join(x_hat.to(dtype), "per_token", (2, 5, 16)), quantizer.dequantize(stored),
+                               rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("x", [np.zeros((2, 32)), torch.zeros(2, 32, dtype=torch.int32), torch.zeros(32), None])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvmini
+from kvmini import claims
 from kvmini.__main__ import main
 from kvmini.catalogue import EXPERIMENTS
 from kvmini.laws.law import numbers
@@ -76,6 +77,13 @@ def test_the_table_is_that_of_the_committed_run():
     assert worst == max(perplexity.values())
     four = re.search(r"CoQA: ([\d., ]+) of ([\d.]+)\)", README).groups()
     assert four == ("63.53, 52.93, 2.88, 2.80", "66.37")  # the article's, rows of KIVI's Table 3
+
+
+def test_the_claims_are_those_of_the_committed_run():
+    rows = json.loads((ROOT / "notebooks" / "results" / "claims.json").read_text(encoding="utf-8"))["rows"]
+    assert claims.text(rows) in README
+    wanted = int(re.search(r"(\d+) claims of the article measured", README).group(1))
+    assert wanted == len({row["number"] for row in rows})
 
 
 def test_the_table_of_public_quantizers_is_that_of_the_committed_run():

@@ -108,7 +108,7 @@ def findings(result: Result) -> list[str]:
             f"Of the causal attention weights {few['below']:.1%} are below {few['threshold']:g}, {some['below']:.1%} "
             f"below {some['threshold']:g}, {many['below']:.1%} below {many['threshold']:g}; the first token gets "
             f"{first:.0%} of all.",
-            f"Elementwise: {error_finding(token, channel, 'elementwise_')}"]
+            "Elementwise: p" + error_finding(token, channel, "elementwise_")[1:]]
 
 
 def error_finding(token: Row, channel: Row, prefix: str) -> str:

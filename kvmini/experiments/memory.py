@@ -82,11 +82,30 @@ def article() -> list[Row]:
     return rows
 
 
+def _summary(rows: list[Row]) -> str:
+    """The figures that the article quotes, computed, in one sentence."""
+    by_claim: dict[str, list[Row]] = {}
+    for row in rows:
+        by_claim.setdefault(row["claim"], []).append(row)
+    weights = [row["measured"] for row in rows if row["name"].startswith("weights at")]
+    cache = [row["measured"] for row in rows if row["name"] == "cache"]
+    kivi = [[row["measured"] for row in of_claim[:3]] for claim, of_claim in by_claim.items() if claim[:4] == "KIVI"]
+    million = [row["measured"] for row in rows if row["unit"] == "tokens"]
+    windows = []
+    for (batch, less, speed), n in zip(kivi, (128, 32), strict=True):
+        windows.append(f"{batch:.1f} times the batch, {less:.1f} times less memory and at most {speed:.1f} times the "
+                       f"throughput with windows of {n}")
+    return (f"LLaMA-7B: weights {weights[0]:.0f}% at 512 tokens, {weights[1]:.0f}% at 128K. OPT-175B: {cache[0]:.1f} "
+            f"TiB with 32 tokens of output, {cache[3]:.1f} TB without. KIVI: {'; '.join(windows)}. In 80 GiB beside "
+            f"4-bit weights, {million[3]:,} tokens of LLaMA-7B at KVQuant's 2.33 bits, {million[5]:,} at kivi-2's 3.")
+
+
 def findings(result: Result) -> list[str]:
     """What the rows say, in sentences; every figure and every verdict is computed from them."""
     first, claims = result["fits"][0], {}
     outgrows = ", ".join(f"{row['outgrows_weights_at']:,} tokens ({row['name']})" for row in result["fits"])
-    found = [f"{first['model']}, batch {first['batch']}: the cache outgrows the weights at {outgrows}."]
+    found = [_summary(result["article"]),
+             f"{first['model']}, batch {first['batch']}: the cache outgrows the weights at {outgrows}."]
     for row in result["article"]:
         claims.setdefault(row["claim"], []).append(row)
     for claim, rows in claims.items():
