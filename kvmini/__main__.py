@@ -46,10 +46,13 @@ def number(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
-    if not number(text):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return number(text)
+def between(lowest: float, highest: float) -> Callable[[str], float]:
+    """A parser of numbers above the lowest, up to the highest."""
+    def parse(text: str) -> float:
+        if lowest < number(text) <= highest:
+            return number(text)
+        raise argparse.ArgumentTypeError(f"must be a number above {lowest:g}, up to {highest:g}, not {text!r}")
+    return parse
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,15 +63,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    data, grid, chosen_policies, output, figure = (Parser(add_help=False) for _ in range(5))
+    data, bits, grid, chosen_policies, output, figure = (Parser(add_help=False) for _ in range(6))
     add = data.add_argument
     add("--model", type=Path, metavar="PATH", help=f"a GGUF file (default: {FILE_NAME}, fetched when needed)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to work on (default: the project's own prose)")
     add("--tokens", type=whole(2), metavar="N", help="how many tokens of it (default: 1024 or 512; generate: all)")
     add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn by chance (default: 0)")
     add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: torch's choice)")
+    bits.add_argument("--n-bits", type=whole(1, 8), metavar="B",
+                      help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
     add = grid.add_argument
-    add("--n-bits", type=whole(1, 8), metavar="B", help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
     add("--group-size", type=whole(1), metavar="G", help="elements of one scale (default: 32, or the policy's own)")
     add = chosen_policies.add_argument
     add("--policy", nargs="+", default=[], metavar="NAME", help=f"policies to run, too. {policies.GRAMMAR}")
@@ -88,24 +92,25 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for name, chosen in EXPERIMENTS.items():
         run = {"errors": errors, "memory": memory}.get(name, experiment)
         parents = [*([chosen_policies] if chosen.takes_policies else []), grid, output, figure]
-        command = add_command(name, run, chosen.help, *([] if name == "memory" else [data]), *parents)
+        command = add_command(name, run, chosen.help, *([] if name == "memory" else [data, bits]), *parents)
         if name == "errors":
             command.add_argument("--tensors", type=Path, metavar="FILE",
                                  help="judge q, k, v of this .npz or .safetensors file: [B, H, T, D], [B, Hkv, T, D]")
-            command.add_argument("--rope-base", type=positive, metavar="X", help="these q and k are unrotated: rotate "
-                                 "them with this base (default: they are as attention uses them)")
+            command.add_argument("--rope-base", type=between(0, 1e30), metavar="X", help="these q and k are unrotated: "
+                                 "rotate them with this base (default: they are as attention uses them)")
         if name == "memory":
             add = command.add_argument
             add("--config", default="LLaMA-7B", metavar="NAME",
                 help=f"a config.json, or one of {', '.join(SHAPES)} (default: LLaMA-7B)")
-            add("--budget", type=positive, default=80.0, metavar="GIB", help="memory of the card (default: 80)")
+            add("--budget", type=between(0, 1e9), default=80.0, metavar="GIB", help="memory of the card (default: 80)")
             add("--batch", type=whole(1), default=1, metavar="N", help="sequences (default: 1)")
-            add("--weight-bits", type=positive, default=16.0, metavar="B", help="(default: 16)")
-    command = add_command("claims", claims, "every claim of the article beside our figure", data, grid, output, figure)
+            add("--weight-bits", type=between(0, 64), default=16.0, metavar="B", help="(default: 16)")
+    command = add_command("claims", claims, "every claim of the article beside our figure", data, bits, grid, output,
+                          figure)
     command.add_argument("--only", type=whole(1, CLAIMS[-1].number), nargs="+", metavar="N", help="these claims only")
     command.add_argument("--resume", action="store_true", help="measure only what the file of --json does not hold yet")
     command = add_command("generate", generate_text, "continue a text through any cache policy", data, chosen_policies,
-                          grid, output)
+                          bits, grid, output)
     command.add_argument("--prompt", metavar="TEXT", help=f"continue this, not --text (default: {PROMPT!r})")
     command.add_argument("--max-new-tokens", type=whole(1), default=64, metavar="N", help="(default: 64)")
     command.add_argument("--temperature", type=number, default=0.0, metavar="X", help="0 is greedy (default: 0)")

@@ -114,7 +114,7 @@ EXPERIMENTS = {
                   ("its attention in\nthe next layer", "attention", ".1%"),
                   ("most attention\nis on token", "most_attention_on", "d")],
          "effects": [NAME, ("numbers changed", "changed", "d"), ("perplexity", "perplexity", ",.1f")]},
-        massive.findings, {"": phenomena.massive}),
+        massive.findings, {"": phenomena.massive}, tokens=512),
     "rope": Experiment(
         "keys stored before RoPE or after, on both axes", key_order.rope,
         {"rows": [NAME, *BITS, PERPLEXITY, *KEY_ERRORS],
@@ -124,8 +124,8 @@ EXPERIMENTS = {
     "residual": Experiment(
         "the recent window: recall, counting and perplexity against its length", windows.residual,
         {"rows": [NAME, *BITS, PERPLEXITY, RECALL, ("\ncounting, %", "counting", plus_minus("counting"))]},
-        windows.residual_findings, {"": behaviour.residual}, f"{BIT_NOTE}\n{RECALL_NOTE}", tokens=512,
-        takes_policies=True),
+        windows.residual_findings, {"": behaviour.residual},
+        f"{BIT_NOTE}\nperplexity: streamed.\n{RECALL_NOTE}", tokens=512, takes_policies=True),
     "timeline": Experiment(
         "what is exact after each step, and the bytes of the cache", windows.timeline,
         {"rows": [NAME, *((f"{what} keys\nexact", f"{what}_keys", "d") for what in ("fewest", "most")),
@@ -150,8 +150,8 @@ EXPERIMENTS = {
         takes_policies=True),
     "principle": Experiment(
         "stored against consumed outside the cache; one channel or token lost", principle.principle,
-        {"rows": [NAME, ("stored, %", "stored", ".1f"), ("consumed, %", "consumed", ".1f"), ("layers", "layers", "d"),
-                  ("of", "of", "d")],
+        {"rows": [NAME, ("groups of", "group_size", "d"), ("stored, %", "stored", ".1f"),
+                  ("consumed, %", "consumed", ".1f"), ("layers", "layers", "d"), ("of", "of", "d")],
          "corrupted": [("set to zero", "name", ""), ("output error, %:\nstrongest", "output_error_most", ".1f"),
                        ("\nmedian", "output_error_median", ".1f")]},
         principle.findings, {"": behaviour.principle}),

@@ -1,9 +1,11 @@
 """What the commands do, once their arguments are parsed. Next file: `laws/law.py`."""
 
 import argparse
+import hashlib
 import json
 import time
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -42,11 +44,15 @@ def experiment(args: argparse.Namespace) -> None:
 def memory(args: argparse.Namespace) -> None:
     """Bytes from a config alone; no model is loaded."""
     shape = SHAPES.get(args.config) or shape_of_config(args.config)
-    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy}
+    group_size = args.group_size or gcd(32, shape.head_dim)
+    chosen = {name: policies.get(name, group_size=group_size) for name in ("exact", "kivi-2", "kivi-4")}
+    chosen |= {name: policies.get(name, group_size=args.group_size) for name in args.policy}
     check_outputs(args)
-    source = {"config": shape.name, "budget_gib": args.budget, "weight_bits": args.weight_bits, "batch": args.batch}
+    source = {"config": shape.name, "budget_gib": args.budget, "weight_bits": args.weight_bits, "batch": args.batch,
+              "group_size": group_size}
     result = of_memory(shape, chosen, int(args.budget * GIB), args.batch, args.weight_bits)
-    title = f"{shape.name}, {args.weight_bits:g}-bit weights, batch {args.batch}, {args.budget:g} GiB"
+    title = (f"{shape.name}, {args.weight_bits:g}-bit weights, batch {args.batch}, {args.budget:g} GiB, "
+             f"groups of {group_size}")
     show(args, source, title, result)
 
 
@@ -97,28 +103,49 @@ def claims(args: argparse.Namespace) -> None:
         raise KvminiError("--resume goes on from the file that --json names: give one")
     check_outputs(args)
     run, source = prepare(args, 1024)
-    content = {"command": "claims", **source, "rows": [], "results": {}}
+    content = {"command": "claims", **source, "fingerprint": fingerprint(run), "rows": [], "results": {}}
     if args.resume and args.json.exists():
-        before = read_json(args.json)
-        if {**before, "rows": 0, "results": 0} != {**content, "rows": 0, "results": 0}:
-            raise KvminiError(f"{args.json} holds another run: give the same model, text and settings, or another file")
-        content["results"] = before["results"]
-    title, results = title_of(source), content["results"]
+        content["results"] = kept(read_json(args.json), content, args.json)
+    results = content["results"]
     names = list(dict.fromkeys(claim.experiment for claim in asked if claim.experiment))
+    tokens = {name: args.tokens or EXPERIMENTS[name].tokens for name in names}  # by default each takes its own
     with tqdm(names, disable=True if args.quiet else None, leave=False) as bar:
         for name in bar:
             bar.set_description(name)
             if name not in results:
-                shorter = replace(run, ids=run.ids[:, :EXPERIMENTS[name].tokens])
+                shorter = replace(run, ids=run.ids[:, :tokens[name]])
                 results[name] = json.loads(json.dumps(EXPERIMENTS[name].measure(shorter)))
                 if args.json:
                     write_json(args.json, content)  # row by row, so that --resume can go on
             if args.figure:
+                title = title_of(source | {"tokens": tokens[name]})
                 write_figures(args.figure, EXPERIMENTS[name], results[name], title, f"-{name}")
-    content["rows"] = [claim.row(results.get(claim.experiment)) for claim in asked]
-    print(f"{title}\n\n{claims_text(content['rows'])}")
+    for claim in asked:
+        fewer = tokens.get(claim.experiment) if tokens.get(claim.experiment) != source["tokens"] else None
+        content["rows"].append(claim.row(results.get(claim.experiment)) | {"tokens": fewer})
+    print(f"{title_of(source)}\n\n{claims_text(content['rows'])}")
     if args.json:
         write_json(args.json, content)
+
+
+def kept(before: dict, content: dict, path: Path) -> dict:
+    """The results of an earlier run; KvminiError if it was another one, or if the file is damaged."""
+    if {**before, "rows": 0, "results": 0} != {**content, "rows": 0, "results": 0}:
+        raise KvminiError(f"{path} holds another run: give the same model, text and settings, or another file")
+    try:
+        for name, result in before["results"].items():
+            EXPERIMENTS[name].text(result)
+        return before["results"]
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        raise KvminiError(f"{path} is damaged: its results cannot be read; delete it, or give another file") from None
+
+
+def fingerprint(run: Run) -> str:
+    """Of the text's tokens and of the model's weights: names of files can stay while what is in them changes."""
+    digest = hashlib.sha256(run.ids.numpy().tobytes())
+    for parameter in run.model.parameters():
+        digest.update(parameter.detach().flatten()[:4096].float().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def prepare(args: argparse.Namespace, tokens: int) -> tuple[Run, dict]:

@@ -6,7 +6,7 @@ time from the compressed cache, as in use. Next file: `instructions.py`.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 import torch
@@ -22,7 +22,8 @@ from kvmini.tokenizer import Tokenizer
 PASSAGE, CUE, ANSWER = 192, 24, 48  # tokens of a recall item: read, repeated as the question, to be continued
 SEPARATOR = "\n\n"
 STEPS = (1, 2, 5, 10)  # of counting items, the ones that the default model can do
-BEFORE, SHOWN, ASKED = 64, 10, 5  # tokens of text before, numbers read, numbers to be written
+BEFORE = 64  # tokens of text before a counting item or a question
+SHOWN, ASKED = 10, 5  # numbers of a counting item: read, to be written
 
 
 @torch.no_grad()
@@ -85,17 +86,33 @@ def counting_items(tokenizer: Tokenizer, text: str, n_items: int = 60, seed: int
 
     Shapes:
         prompts `[n_items, P]`, text and 10 numbers; answers `[n_items, A]`, 5 numbers. No two items have start and
-        step alike, and every step is as frequent.
+        step alike, and the steps take turns.
+    Raises:
+        KvminiError if the tokenizer makes too few items of equal length.
     """
     starts = [torch.randperm(900 - (SHOWN + ASKED) * step, generator=torch.Generator().manual_seed(seed)) + 100
               for step in STEPS]
-    chosen = [(int(starts[i % len(STEPS)][i // len(STEPS)]), STEPS[i % len(STEPS)])
-              for i in range(count_of(n_items, "n_items"))]
-    rows = [[f"{start + i * step}," for i in range(SHOWN + ASKED)] for start, step in chosen]
-    before = [*tokenizer.encode(text)[:BEFORE], *tokenizer.encode(SEPARATOR)]
-    prompts = [before + tokenizer.encode(" ".join(row[:SHOWN])) for row in rows]
-    answers = [tokenizer.encode(" " + " ".join(row[SHOWN:])) for row in rows]
-    return torch.tensor(prompts), torch.tensor(answers)
+    by_length: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
+    for i in range(4 * count_of(n_items, "n_items", highest=400)):
+        step = STEPS[i % len(STEPS)]
+        numbers = [f"{int(starts[i % len(STEPS)][i // len(STEPS)]) + n * step}," for n in range(SHOWN + ASKED)]
+        prompt = [*_before(tokenizer, text), *tokenizer.encode(" ".join(numbers[:SHOWN]))]
+        answer = continuation(tokenizer, " ".join(numbers[:SHOWN]), " " + " ".join(numbers[SHOWN:]))
+        by_length.setdefault((len(prompt), len(answer)), []).append((prompt, answer))
+    items = max(by_length.values(), key=len)[:n_items]
+    if len(items) < n_items:
+        raise KvminiError(f"counting needs {n_items} items of equal length: this tokenizer makes {len(items)}")
+    return torch.tensor([prompt for prompt, _ in items]), torch.tensor([answer for _, answer in items])
+
+
+def continuation(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
+    """The tokens of `after` as they follow `before`; a tokenizer may write a text's first word in another way."""
+    start, whole = tokenizer.encode(before), tokenizer.encode(before + after)
+    return whole[len(start):] if whole[:len(start)] == start else tokenizer.encode(after)
+
+
+def _before(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [*tokenizer.encode(text)[:BEFORE], *tokenizer.encode(SEPARATOR)]
 
 
 @torch.no_grad()
@@ -146,13 +163,18 @@ class Choice:
     answer: int
 
 
-def choice_items(tokenizer: Tokenizer) -> list[list[Choice]]:
-    """The project's own 120 items of common knowledge, four options each; those of equal prompt length together."""
+def choice_items(tokenizer: Tokenizer, text: str) -> list[list[Choice]]:
+    """The project's own 120 items of common knowledge, four options each; those of equal prompt length together.
+
+    Some tokens of `text` stand before each question: alone, a question is shorter than two groups of 32, so that a
+    per_channel side would quantize little or nothing of it.
+    """
     items = json.loads((resources.files("kvmini") / "data" / "choices.json").read_text(encoding="utf-8"))
     by_length: dict[int, list[Choice]] = {}
     for item in items:
-        prompt = tokenizer.encode(f"Question: {item['question']}\nAnswer:")
-        options = [tokenizer.encode(f" {option}") for option in item["options"]]
+        question = f"Question: {item['question']}\nAnswer:"
+        prompt = [*_before(tokenizer, text), *tokenizer.encode(question)]
+        options = [continuation(tokenizer, question, f" {option}") for option in item["options"]]
         by_length.setdefault(len(prompt), []).append(Choice(prompt, options, item["answer"]))
     return list(by_length.values())
 
@@ -161,8 +183,9 @@ def choice_items(tokenizer: Tokenizer) -> list[list[Choice]]:
 def choose(model: Llama, items: list[Choice], policies: Iterable[CachePolicy | None]) -> Iterator[list[bool]]:
     """Which items each policy gets right: the likeliest option (sum of log p), scored after the prompt was handed over.
 
-    The items' prompts must be equally long.
+    The items' prompts must be equally long. Options see themselves exactly, whatever the policy's `prefill`.
     """
+    policies = [policy and replace(policy, prefill="exact") for policy in policies]
     prompts = torch.tensor([item.prompt for item in items])
     for cache in filled(model, prompts[:, :-1], policies):
         cache.reorder([i for i, item in enumerate(items) for _ in item.options])
@@ -171,7 +194,8 @@ def choose(model: Llama, items: list[Choice], policies: Iterable[CachePolicy | N
 
 @torch.no_grad()
 def choose_in_one_call(model: Llama, items: list[Choice], policy: CachePolicy | None) -> list[bool]:
-    """The same with prompt and option in one call: with prefill "exact" it sees nothing stored, whatever the policy."""
+    """The same with prompt and option in one call, prefill "exact": it sees nothing stored, whatever the policy."""
+    policy = policy and replace(policy, prefill="exact")
     return _right(model, items, model.new_cache(policy), before=len(items[0].prompt))
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from kvmini.errors import KvminiError
+from kvmini.quantizers.base import check_tensor
 
 FIGURES = (".png", ".svg", ".pdf")
 
@@ -37,9 +38,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file that one of our commands wrote; KvminiError where there is none."""
     try:
         content = json.loads(read_text(path))
-    except ValueError as error:
-        if isinstance(error, KvminiError):
-            raise
+    except KvminiError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise KvminiError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise KvminiError(f"{path} was not written by kvmini: it holds no object")
@@ -68,13 +69,18 @@ def read_tensors(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, k, v))
         raise KvminiError(f"{path}: q must be [B, H, T, D], k and v [B, Hkv, T, D] with H a multiple of Hkv, not "
                           f"{shapes}")
-    dtype = torch.promote_types(torch.float32, torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype)))
+    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        try:
+            check_tensor(x.to(dtype))
+        except KvminiError as error:
+            raise KvminiError(f"{path}, {name}: {error}") from None
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     with np.load(path) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name in ("q", "k", "v")}
 
 
 def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:

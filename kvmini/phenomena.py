@@ -46,14 +46,13 @@ def sparsity(weights: Tensor, threshold: float) -> Tensor:
 
 
 def received(weights: Tensor) -> Tensor:
-    """The attention that each token gets, averaged over the queries that can see it: `[..., T, T]` -> `[..., T]`.
+    """The share of all queries' attention that falls on each token: `[..., T, T]` -> `[..., T]`; it sums to 1.
 
     Example:
         >>> received(torch.tensor([[1.0, 0.0], [0.75, 0.25]])).tolist()
-        [0.875, 0.25]
+        [0.875, 0.125]
     """
-    T = weights.shape[-1]
-    return weights.sum(-2) / torch.arange(T, 0, -1, device=weights.device)
+    return weights.mean(-2)
 
 
 def largest_channels(x: Tensor, n: int) -> Tensor:

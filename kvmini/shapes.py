@@ -79,7 +79,7 @@ def shape_of_config(path: Path | str) -> Shape:
     path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise KvminiError(f"cannot read config {path}: {getattr(error, 'strerror', None) or error}") from None
     family = config.get("model_type") if isinstance(config, dict) else None
     if family not in ("llama", "mistral", "qwen2", "mixtral", "opt"):

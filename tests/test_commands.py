@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def fewer_items(monkeypatch):
     whole = catalogue.flips.instructions
     monkeypatch.setattr(catalogue.flips, "instructions", lambda: whole()[:6])
     items = catalogue.blind.choice_items
-    monkeypatch.setattr(catalogue.blind, "choice_items", lambda tokenizer: sorted(items(tokenizer), key=len)[-6:])
+    monkeypatch.setattr(catalogue.blind, "choice_items", lambda *args: sorted(items(*args), key=len)[-6:])
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("ablate", "memory")])
@@ -63,7 +64,7 @@ def test_memory_needs_no_model(tmp_path, capsys, monkeypatch):
     content = json.loads((tmp_path / "m.json").read_text())
     assert content["config"] == "LLaMA-7B" and {row["name"] for row in content["rows"]} == {
         "exact", "kivi-2", "kivi-4", "c-t-2"}
-    assert capsys.readouterr().out.startswith("LLaMA-7B, 16-bit weights, batch 1, 80 GiB\n")
+    assert capsys.readouterr().out.startswith("LLaMA-7B, 16-bit weights, batch 1, 80 GiB, groups of 32\n")
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
               "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -135,14 +136,14 @@ def test_claims_print_rows_and_resume_where_they_stopped(here, tmp_path, capsys,
     out, content = capsys.readouterr().out, json.loads((tmp_path / "c.json").read_text())
     assert [row["number"] for row in content["rows"]] == [3, 6, 11, *[14] * 5]
     assert claims.text(content["rows"]) in out and content["rows"][-1]["agrees"] == "not measured"
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
-        f"c-{name}.png" for name in ("errors", "errors-channels", "errors-sparsity", "groups", "timeline")]
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"c-{name}.png" for name in ("errors", "errors-channels", "errors-sparsity", "groups", "timeline")}
     before = (tmp_path / "c.json").read_bytes()
 
     def fails(run):
         raise AssertionError("measured again")
     for name in ("groups", "errors"):
-        monkeypatch.setitem(EXPERIMENTS, name, catalogue.replace(EXPERIMENTS[name], measure=fails))
+        monkeypatch.setitem(EXPERIMENTS, name, replace(EXPERIMENTS[name], measure=fails))
     assert run(f"{line} --resume") == 0
     assert (tmp_path / "c.json").read_bytes() == before
     capsys.readouterr()
@@ -154,7 +155,7 @@ def test_claims_print_rows_and_resume_where_they_stopped(here, tmp_path, capsys,
 def test_an_interrupted_run_keeps_what_it_has(here, tmp_path, capsys, monkeypatch):
     def fails(run):
         raise KeyboardInterrupt
-    monkeypatch.setitem(EXPERIMENTS, "timeline", catalogue.replace(EXPERIMENTS["timeline"], measure=fails))
+    monkeypatch.setitem(EXPERIMENTS, "timeline", replace(EXPERIMENTS["timeline"], measure=fails))
     assert run(f"claims {SETTINGS} --only 3 11 --json {tmp_path}/c.json") == 130
     content = json.loads((tmp_path / "c.json").read_text())
     assert list(content["results"]) == ["groups"] and content["rows"] == []
@@ -165,3 +166,89 @@ def test_the_claims_are_numbered_and_every_experiment_has_one():
     assert numbers == sorted(numbers) and set(numbers) == set(range(1, 17))
     assert {claim.experiment for claim in CLAIMS} - {None} == set(EXPERIMENTS)
     assert verdict(True) == "yes" and verdict(False, False) == "no" and verdict(False, True) == "in part"
+
+
+# --- what reviewers and small machines will try
+
+FAST = [name for name in EXPERIMENTS if name not in ("ablate", "memory", "blind", "flips", "residual")]
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("settings", ["--tokens 2", "--tokens 31", "--tokens 33", "--tokens 70 --group-size 64",
+                                      "--tokens 40 --group-size 1", "--tokens 64 --n-bits 1", "--tokens 64 --n-bits 8"])
+def test_any_size_gives_figures_or_one_line(name, settings, here, tmp_path, capsys):
+    status = run(f"{name} --model m.gguf --quiet {settings} --json {tmp_path}/x.json")
+    out, err = capsys.readouterr()
+    if status == 2:
+        assert out == "" and err.startswith("kvmini: ") and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    else:
+        assert status == 0 and err == ""
+        text = (tmp_path / "x.json").read_text(encoding="utf-8")
+        assert "NaN" not in text and "Infinity" not in text and "nan" not in out and "inf" not in out.split()
+
+
+@pytest.mark.parametrize("settings", ["--tokens 31", "--tokens 64 --group-size 64"])
+def test_claims_that_cannot_be_judged_say_so(settings, here, tmp_path, capsys):
+    assert run(f"claims --model m.gguf --quiet {settings} --only 3 8 9 --json {tmp_path}/c.json") == 0
+    rows = {row["number"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
+    assert rows[3]["agrees"] == "not measured" and rows[8]["agrees"] == "no"  # a random model has no massive activation
+    assert rows[9]["agrees"] == "not measured"
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", '{"command": "claims"}', "no", "[" * 100_000])
+def test_a_file_to_resume_from_that_is_none_is_refused(content, here, tmp_path, capsys):
+    (tmp_path / "c.json").write_text(content)
+    refused(f"claims {SETTINGS} --only 3 --resume --json {tmp_path}/c.json", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("results", [None, [], {"memory": {}}, {"memory": "x"}, {"nothing": {"rows": []}}])
+def test_damaged_results_are_not_gone_on_from(results, here, tmp_path, capsys):
+    assert run(f"claims {SETTINGS} --only 3 --json {tmp_path}/c.json") == 0
+    capsys.readouterr()
+    content = json.loads((tmp_path / "c.json").read_text())
+    (tmp_path / "c.json").write_text(json.dumps(content | {"results": results}))
+    assert "damaged" in refused(f"claims {SETTINGS} --only 3 --resume --json {tmp_path}/c.json", tmp_path, capsys)
+
+
+def test_another_text_of_the_same_name_is_another_run(here, tmp_path, capsys):
+    text = tmp_path / "t.txt"
+    line = f"claims --model m.gguf --quiet --tokens 64 --only 3 --text {text} --json {tmp_path}/c.json"
+    text.write_text("Sea salt, sold by the shovel. " * 9, encoding="utf-8")
+    assert run(line) == 0
+    capsys.readouterr()
+    text.write_text("Sea shells, sold by the shore. " * 9, encoding="utf-8")
+    assert "another run" in refused(f"{line} --resume", tmp_path, capsys)
+
+
+def test_not_a_number_in_a_users_tensors_is_named(tmp_path, capsys):
+    path = tensors(tmp_path)
+    arrays = dict(np.load(path))
+    for side in "qkv":
+        bad = {name: x.copy() for name, x in arrays.items()}
+        bad[side][1, 2, 3] = np.nan
+        np.savez(path, **bad)
+        err = refused(f"errors --tensors {path} --group-size 8", tmp_path, capsys)
+        assert f"{path}, {side}: " in err and "[0, 1, 2, 3]" in err
+
+
+def test_heads_of_any_width_and_further_arrays_will_do(tmp_path, capsys):
+    for D in (2, 5):
+        arrays = {name: np.random.default_rng(0).normal(size=(2, 30, D)).astype(np.float16) for name in "qkv"}
+        np.savez(tmp_path / "x.npz", names=np.array(["a", "b"]), **arrays)
+        assert main(["errors", "--tensors", str(tmp_path / "x.npz"), "--group-size", str(D)]) == 0
+        assert f"groups of {D}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["--budget 1e308", "--weight-bits 1e308", "--weight-bits 0", "--n-bits 3",
+                                  "--batch 0"])
+def test_memory_refuses_what_no_machine_has(line, tmp_path, capsys):
+    refused(f"memory {line}", tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(80, 16), (100, 4), (128, 32)])
+def test_memory_takes_heads_that_32_does_not_divide(head_dim, group, tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 4 * head_dim, "num_attention_heads": 4, "num_key_value_heads": 4,
+              "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["memory", "--config", str(tmp_path / "config.json"), "--quiet"]) == 0
+    assert f"groups of {group}\n" in capsys.readouterr().out

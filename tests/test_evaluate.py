@@ -134,10 +134,26 @@ def test_an_option_is_scored_as_if_it_were_alone(name):
 
 
 def test_the_choices_are_ours_whole_and_balanced():
-    batches = choice_items(Words())
+    batches = choice_items(Words(), "x" * 200)
     items = [item for batch in batches for item in batch]
     assert len(items) >= 100 and all(len({len(item.prompt) for item in batch}) == 1 for batch in batches)
     assert all(len({tuple(option) for option in item.options}) == 4 for item in items)
     assert len({tuple(item.prompt) for item in items}) == len(items)
     answers = [item.answer for item in items]
     assert all(answers.count(place) == len(items) // 4 for place in range(4))
+
+
+class Merging(Words):
+    """Writes "10" as one token, and a text's first letter in another way: answers must be cut out of the whole."""
+
+    def encode(self, text):
+        return [{"*": 98, "^": 99}.get(c, ord(c) % 50) for c in ("^" + text).replace("10", "*")]
+
+
+def test_items_are_of_equal_length_whatever_the_tokenizer_merges():
+    prompts, answers = counting_items(Merging(), "x" * 200, n_items=60)
+    assert prompts.shape[0] == answers.shape[0] == 60 and not (answers == 99).any()
+    for batch in choice_items(Merging(), "x" * 200):
+        assert all(99 not in option for item in batch for option in item.options)
+    with pytest.raises(KvminiError, match="equal length"):
+        counting_items(type("Odd", (), {"encode": lambda self, text: list(range(sum(map(ord, text)) % 977))})(), "x")

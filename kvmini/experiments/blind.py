@@ -3,6 +3,8 @@
 Next file: `experiments/flips.py`.
 """
 
+from dataclasses import replace
+
 from kvmini.evaluate import choice_items, choose, choose_in_one_call, recall, recall_items
 from kvmini.experiments.run import AXIS_CHOICES, Result, Run, mean_and_error, settings
 from kvmini.texts import prose
@@ -20,8 +22,9 @@ def blind(run: Run) -> Result:
     """
     chosen = {"exact": None} | {f"K {key} V {value}": run.policy(key, value) for key, value in AXIS_CHOICES}
     chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
+    chosen = {name: policy and replace(policy, prefill="exact") for name, policy in chosen.items()}
     rows = [settings(name, policy) for name, policy in chosen.items()]
-    batches = choice_items(run.tokenizer)
+    batches = choice_items(run.tokenizer, prose("report"))
     with run.bar(len(batches) + len(rows), "multiple choice") as bar:
         right: list[list[bool]] = [[] for _ in rows]
         for items in batches:
@@ -29,7 +32,8 @@ def blind(run: Run) -> Result:
                 of_policy += found
             bar.update()
         bar.set_description("recall")
-        shares = recall(run.model, *recall_items(run.tokenizer, prose("report"), seed=run.seed), chosen.values())
+        shares = recall(run.model, *recall_items(run.tokenizer, prose("report"), n_items=12, seed=run.seed),
+                        chosen.values())
         for row, of_policy, share in zip(rows, right, shares, strict=True):
             row["accuracy"], row["accuracy_standard_error"] = mean_and_error(of_policy)
             row["recall"], row["recall_standard_error"] = mean_and_error(share)
@@ -52,4 +56,4 @@ def findings(result: Result) -> list[str]:
             f"(± {worst['accuracy_standard_error']:.0%}, chance 25%), while recall falls from {exact['recall']:.0%} to "
             f"{worst['recall']:.0%}.",
             f"Scored in one call, {worst['one_call_same']} of {worst['one_call_items']} items come out as without "
-            "quantization: they must, for the call sees its own tokens exactly."]
+            "quantization: such a call sees its own tokens exactly."]

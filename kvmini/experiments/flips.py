@@ -38,10 +38,10 @@ def flips(run: Run) -> Result:
             (keeps,) = _keeps(run, lot, [None])
             kept += [instruction for instruction, keep in zip(lot, keeps, strict=True) if keep]
         bar.update()
-        rows = [settings(name, policy) for name, policy in chosen.items()]
+        rows = [settings(name, as_streamed(policy)) for name, policy in chosen.items()]
         bar.set_description("answers")
-        answers = _keeps(run, kept, list(chosen.values())[1:])
-        for row, policy, keeps in zip(rows, chosen.values(), [[True] * len(kept), *answers], strict=True):
+        answers = _keeps(run, kept, list(chosen.values()))  # exact again, in other batches: what rounding alone flips
+        for row, policy, keeps in zip(rows, chosen.values(), answers, strict=True):
             flipped = len(kept) - sum(keeps)
             low, high = wilson(flipped, len(kept)) if kept else (None, None)
             row |= {"flip_rate": flipped / len(kept) if kept else None, "flip_rate_low": low, "flip_rate_high": high,
@@ -50,7 +50,7 @@ def flips(run: Run) -> Result:
     kinds = sorted({instruction.kind for instruction in kept})
     by_kind = [{"kind": kind, "kept": sum(i.kind == kind for i in kept)} | {
         name: sum(i.kind == kind and not keep for i, keep in zip(kept, keeps, strict=True))
-        for name, keeps in zip(list(chosen)[1:], answers, strict=True)} for kind in kinds]
+        for name, keeps in zip(chosen, answers, strict=True)} for kind in kinds]
     return {"rows": rows, "kinds": by_kind}
 
 
@@ -87,4 +87,4 @@ def findings(result: Result) -> list[str]:
         interval = f"{row['flip_rate_low']:.0%} to {row['flip_rate_high']:.0%}"
         said.append(f"{row['name']}: {row['flip_rate']:.0%} of {row['kept']} broken ({interval}) at "
                     f"{row['perplexity'] / exact['perplexity']:.2f} times the perplexity")
-    return ["; ".join(said) + "."]
+    return ["; ".join(said) + f". Run again without quantization: {exact['flip_rate']:.0%}."]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvmini import axes
+from kvmini.errors import KvminiError
 from kvmini.experiments.run import AXES, Result, Row, Run
 from kvmini.phenomena import exact_layers, largest_channels
 from kvmini.quantizers.uniform import UniformQuantizer
@@ -23,6 +24,8 @@ def groups(run: Run) -> Result:
         steps, and the relative error of the *other* elements in percent; model: the same for key groups with
         and without the head's largest channel, on both axes, rotated as they are cached.
     """
+    if run.group_size < 2:
+        raise KvminiError("a group of 1 has no neighbours to coarsen: give --group-size 2 or more")
     random = torch.Generator().manual_seed(run.seed)
     group = torch.randn(run.group_size, generator=random)
     others = torch.arange(run.group_size) > 0
@@ -60,7 +63,7 @@ def _figures(quantizer: UniformQuantizer, x: Tensor, where: Tensor) -> Row:
     off = (quantizer.dequantize(stored).double() - x.double()).abs()
     step = stored.scale.double()[..., None]
     steps = axes.join(step.expand(*step.shape[:-1], quantizer.group_size), quantizer.axis, x.shape)
-    return {"step": steps[where].mean().item(), "worst_steps": (off / steps).max().item(),
+    return {"step": steps[where].mean().item(), "worst_steps": torch.where(off == 0, 0, off / steps).max().item(),
             "error": 100 * (off[where].norm() / x[where].double().norm()).item()}
 
 

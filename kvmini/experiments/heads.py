@@ -3,7 +3,6 @@
 One exact run of the model, or one layer's tensors that a user brings. Next file: `experiments/sinks.py`.
 """
 
-import math
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -41,8 +40,14 @@ def heads(run: Run) -> Result:
 
 def tensors(run: Run, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None = None) -> Result:
     """The same for tensors of one layer from anywhere: unrotated with a `rope`, else as attention uses them."""
-    rope = rope or Rope(q.shape[-1], factors=(math.inf,) * (q.shape[-1] // 2))  # turns nothing
-    return summary([layer_result(run, 0, q, k, v, rope)])
+    return summary([layer_result(run, 0, q, k, v, rope or Unrotated())])
+
+
+class Unrotated:
+    """In place of a `Rope`: leaves queries and keys as they are."""
+
+    def apply(self, x: Tensor, positions: range | Tensor) -> Tensor:
+        return x
 
 
 def layer_result(run: Run, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Result:
@@ -71,9 +76,10 @@ def layer_result(run: Run, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Ro
             row[name] = value
     channels = []
     for name, x in (("before RoPE", k), ("after RoPE", rotated)):
-        masks = largest_channels(x, LARGE)
-        channels.append({"name": name, "persistence": persistence(x, LARGE).mean().item(),
-                         "overlap": overlap(masks[0]) if Hkv > 1 else None, "chance": LARGE / k.shape[-1]})
+        n = min(LARGE, x.shape[-1])
+        masks = largest_channels(x, n)
+        channels.append({"name": name, "persistence": persistence(x, n).mean().item(),
+                         "overlap": overlap(masks[0]) if Hkv > 1 else None, "chance": n / x.shape[-1]})
     for row, channel in zip(rows, largest_channels(rotated, 1)[0].int().argmax(-1).tolist(), strict=True):
         row["largest_channel"] = channel
     heat = [{"layer": layer, "head": head, "before": _magnitudes(k[0, head]), "after": _magnitudes(rotated[0, head])}

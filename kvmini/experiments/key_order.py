@@ -23,13 +23,15 @@ def rope(run: Run) -> Result:
             bar.update()
     added = []
     for axis, (pre, post) in zip(AXES, (rows[:2], rows[2:]), strict=True):
-        added.append({"name": f"K {axis}", **{name: 100 * (post[name] / pre[name] - 1)
+        added.append({"name": f"K {axis}", **{name: 100 * (post[name] / pre[name] - 1) if pre[name] else None
                                               for name in ("key_error", "score_error", "perplexity")}})
     return {"rows": rows, "added": added}
 
 
 def findings(result: Result) -> list[str]:
     token, channel = result["added"]
+    if None in channel.values():
+        return ["On so short a text 0 queries see a key that was quantized per channel."]
     return [f"RoPE changes the stored key error by {channel['key_error']:+.0f}% and the score error by "
             f"{channel['score_error']:+.0f}% per channel, {token['key_error']:+.0f}% and "
             f"{token['score_error']:+.0f}% per token.",

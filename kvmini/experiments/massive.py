@@ -21,10 +21,10 @@ def massive_activations(run: Run) -> Result:
     Returns:
         rows: largest magnitude over the median by layer, with its token, dimension, and the share of attention
         that the token gets in the next layer; effects: perplexity as it is, with the massive numbers set to
-        zero, set to their mean over other texts (each begun by another token), and with as many ordinary
-        numbers set to zero.
+        zero, set to their mean over the beginnings of other texts, and with ordinary numbers (the same
+        dimensions, other tokens) set to zero.
     """
-    sequence = run.ids[:, :min(run.ids.shape[1], 512)]
+    sequence = run.ids
     attention: list[Tensor] = []
     exact_layers(run.model, sequence, lambda layer, q, k, v: attention.append(
         received(causal_weights(q, k, run.model.config.rope)).mean((0, 1))))
@@ -64,17 +64,22 @@ def _effects(run: Run, sequence: Tensor, states: list[Tensor]) -> list[dict]:
     return rows
 
 
+def on_the_sink(result: Result) -> tuple[int, int]:
+    """In how many of the layers with a massive activation its token gets most attention in the next layer."""
+    layers = [row for row in result["rows"] if row["ratio"] >= RATIO and row["attention"] is not None]
+    return sum(row["token"] == row["most_attention_on"] for row in layers), len(layers)
+
+
 def findings(result: Result) -> list[str]:
     top = max(result["rows"], key=lambda row: row["ratio"])
     whole, zero, mean, _ = result["effects"]
-    agreeing = [row for row in result["rows"] if row["ratio"] >= RATIO and row["attention"] is not None]
-    on_sink = sum(row["token"] == row["most_attention_on"] for row in agreeing)
+    on_sink, of = on_the_sink(result)
     if not zero["changed"]:
         return [f"No number is {RATIO} times the median here; the largest is {top['ratio']:.0f} times (layer "
                 f"{top['layer']})."]
     return [f"The largest number of the residual stream is {abs(top['value']):,.0f}, {top['ratio']:,.0f} times the "
             f"median (layer {top['layer']}, token {top['token']}, dimension {top['dimension']}); in {on_sink} of the "
-            f"{len(agreeing)} layers that have one above {RATIO:,} times, its token is the one that gets most "
+            f"{of} layers that have one above {RATIO:,} times, its token is the one that gets most "
             f"attention in the next layer.",
             f"Perplexity {whole['perplexity']:.1f}; with these {zero['changed']} numbers zero "
             f"{zero['perplexity']:,.0f}, with their mean over other texts {mean['perplexity']:.1f}."]

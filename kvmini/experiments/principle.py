@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvmini.attention import View, weighted_sum
+from kvmini.errors import KvminiError
 from kvmini.experiments.run import AXES, Result, Run
 from kvmini.metrics import consumed_error, relative_error
 from kvmini.phenomena import causal_weights, exact_layers, received
 from kvmini.quantizers.uniform import UniformQuantizer
+
+CORRUPTED = 256  # tokens of which one is lost
 
 
 def principle(run: Run) -> Result:
@@ -22,12 +25,16 @@ def principle(run: Run) -> Result:
         many layers the two prefer different axes; corrupted: `corrupted`.
     """
     tokens = run.ids.shape[1] // run.group_size * run.group_size
+    if not tokens:
+        raise KvminiError(f"a per_channel group needs {run.group_size} tokens, not {run.ids.shape[1]}: give more, or a "
+                          "smaller group")
+    width = run.model.layers[0].ffn.down.in_features
+    group_sizes = {"per_token": gcd(run.group_size, width), "per_channel": run.group_size}  # a width need not divide
     found: list[dict[str, tuple[float, float]]] = []
 
     def before_down(down: torch.nn.Module, given: tuple[Tensor]) -> None:
         x, consumer = given[0][:, :tokens], partial(F.linear, weight=down.weight)
-        group_size = gcd(run.group_size, x.shape[-1])  # a feed-forward width need not be a multiple of it
-        found.append({axis: consumed_error(x, consumer, UniformQuantizer(run.n_bits, axis, group_size))
+        found.append({axis: consumed_error(x, consumer, UniformQuantizer(run.n_bits, axis, group_sizes[axis]))
                       for axis in AXES})
     hooks = [layer.ffn.down.register_forward_pre_hook(before_down) for layer in run.model.layers]
     try:
@@ -35,7 +42,8 @@ def principle(run: Run) -> Result:
     finally:
         for hook in hooks:
             hook.remove()
-    rows = [{"name": axis, "stored": sum(layer[axis][0] for layer in found) / len(found),
+    rows = [{"name": axis, "group_size": group_sizes[axis],
+             "stored": sum(layer[axis][0] for layer in found) / len(found),
              "consumed": sum(layer[axis][1] for layer in found) / len(found)} for axis in AXES]
     stored, consumed = ([layer["per_token"][i] < layer["per_channel"][i] for layer in found] for i in (0, 1))
     differ = sum(a != b for a, b in zip(stored, consumed, strict=True))
@@ -66,7 +74,7 @@ def corrupted(run: Run) -> list[dict]:
                     out = weighted_sum(w, View(lost if side == "V" else v))
                     errors[side, what, which] = relative_error(exact, out).mean().item()
         layers.append(errors)
-    exact_layers(run.model, run.ids[:, :256], look)
+    exact_layers(run.model, run.ids[:, :CORRUPTED], look)
     return [{"name": f"one {what} of {side}", "side": side, "lost": what} | {
         f"output_error_{which}": sum(errors[side, what, which] for errors in layers) / len(layers)
         for which in ("most", "median")} for side in ("K", "V") for what in ("channel", "token")]
@@ -79,4 +87,5 @@ def findings(result: Result) -> list[str]:
     return [f"The gated activation before the down projection, per token / per channel: stored {token['stored']:.1f} / "
             f"{channel['stored']:.1f}%, consumed {token['consumed']:.1f} / {channel['consumed']:.1f}%; the two "
             f"prefer different axes in {differ['layers']} of {differ['of']} layers.",
-            f"Attention output's error when the strongest (the median) is set to zero: {', '.join(lost)}."]
+            f"Attention output's error, first {CORRUPTED} tokens, when the strongest (the median) is set to zero: "
+            f"{', '.join(lost)}."]

@@ -49,7 +49,7 @@ def _tokens(run: Run) -> dict[str, list[float]]:
     return {"attention": torch.stack(attention).mean(0).tolist(), "norm": torch.stack(norms).mean(0).tolist()}
 
 
-def synthetic(n_bits: int = 2, group_size: int = 32, seed: int = 0, T: int = 256, D: int = 128) -> list[dict]:
+def synthetic(n_bits: int = 2, group_size: int = 32, seed: int = 0) -> list[dict]:
     """Gaussian values and sparse attention, without and with a sink of short value that takes a share of it.
 
     Sparse attention alone does not separate the axes; a token with much attention and a short value does.
@@ -58,7 +58,7 @@ def synthetic(n_bits: int = 2, group_size: int = 32, seed: int = 0, T: int = 256
         one row per share of attention on the sink and per axis: stored and consumed error in percent, and the
         consumed one with the sink kept exact.
     """
-    random = torch.Generator().manual_seed(seed)
+    random, T, D = torch.Generator().manual_seed(seed), 8 * group_size, 4 * group_size
     values = torch.randn(T, D, generator=random, dtype=torch.float64)
     peaks = torch.softmax(4 * torch.randn(64, T - 1, generator=random, dtype=torch.float64), -1)  # 64 queries
     rows = []

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvmini import policies
 from kvmini.cache import QuantizedKVCache
 from kvmini.evaluate import counting, counting_items, recall, recall_items
-from kvmini.experiments.run import Result, Run, mean_and_error, perplexity_and_bits, settings
+from kvmini.experiments.run import Result, Run, as_streamed, mean_and_error, perplexity_and_bits, settings
 from kvmini.phenomena import exact_layers
 from kvmini.store import QuantizedStore
 from kvmini.texts import prose
@@ -28,7 +27,7 @@ def residual(run: Run) -> Result:
     chosen = {"exact": None} | {f"residual {n}": run.policy("per_channel", "per_token", f"residual={n}")
                                 for n in RESIDUALS}
     chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
-    rows = [settings(name, policy) for name, policy in chosen.items()]
+    rows = [settings(name, as_streamed(policy)) for name, policy in chosen.items()]
     tasks = {"recall": (recall, recall_items(run.tokenizer, prose("report"), n_items=10, seed=run.seed)),
              "counting": (counting, counting_items(run.tokenizer, prose("report"), seed=run.seed))}
     with run.bar(3 * len(rows)) as bar:
@@ -39,7 +38,7 @@ def residual(run: Run) -> Result:
                 bar.update()
         for row, policy in zip(rows, chosen.values(), strict=True):
             bar.set_description(f"perplexity, {row['name']}")
-            row.update(perplexity_and_bits(run, policy and replace(policy, prefill="streamed")))
+            row.update(perplexity_and_bits(run, as_streamed(policy)))
             bar.update()
     return {"rows": rows}
 
@@ -65,9 +64,10 @@ def timeline(run: Run) -> Result:
         cache's bytes first. Windows count at 16 bits.
     """
     first: list[tuple[Tensor, Tensor]] = []
-    exact_layers(run.model, run.ids[:, :512], lambda layer, q, k, v: first or first.append((k, v)))
+    exact_layers(run.model, run.ids, lambda layer, q, k, v: first or first.append((k, v)))
     k, v = first[0]
-    chosen = {"KIVI: R = 128": policies.get("kivi-2", run.n_bits, run.group_size),
+    flush = max(1, 128 // run.group_size) * run.group_size  # 128 itself, where groups of that size fill it
+    chosen = {"KIVI: R = 128": run.policy("per_channel", "per_token", f"k-flush={flush},v-residual=128"),
               "R = 128, groups as they fill": run.policy("per_channel", "per_token", "residual=128"),
               "no window": run.policy("per_channel", "per_token")}
     rows = [{"name": "exact", "exact_keys": None, "exact_values": None,
