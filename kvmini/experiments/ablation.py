@@ -9,16 +9,7 @@ from math import exp, log
 from kvmini.cache import CachePolicy
 from kvmini.errors import KvminiError
 from kvmini.evaluate import recall, recall_items
-from kvmini.experiments.run import (
-    AXIS_CHOICES,
-    Result,
-    Run,
-    as_streamed,
-    mean_and_error,
-    perplexity_and_bits,
-    settings,
-)
-from kvmini.metrics import errors
+from kvmini.experiments.run import AXIS_CHOICES, Result, Run, as_streamed, errors_and_perplexity, mean_and_error
 from kvmini.texts import prose
 
 RIGHT, STREAMED = "K per_channel V per_token", "the right axes, streamed"
@@ -52,29 +43,20 @@ def ablation(run: Run) -> Result:
     """
     policies = ablation_policies(run) | {name: policy for name, policy in run.policies.items() if name != "exact"}
     policies = {name: as_streamed(policy) for name, policy in policies.items()}
-    rows = [settings(name, policy) for name, policy in policies.items()]
-    quantized = [row for row in rows if policies[row["name"]] is not None]
     prompts, answers = recall_items(run.tokenizer, prose("report"), seed=run.seed)
     needed, context = prompts.shape[1] + answers.shape[1], run.model.config.context_length
     if needed > context:
         raise KvminiError(f"recall needs {needed} tokens, past the model's context of {context}")
-    with run.bar(1 + 2 * len(rows), "errors") as bar:
-        measured = errors(run.model, run.ids, [policies[row["name"]] for row in quantized])
-        for row, figures in zip(quantized, measured, strict=True):
-            row.update(figures)
-        bar.update()
-        for row in rows:
-            bar.set_description(f"perplexity, {row['name']}")
-            row.update(perplexity_and_bits(run, policies[row["name"]]))
+    rows = errors_and_perplexity(run, policies)
+    as_run = {name: policy and replace(policy, prefill="exact") for name, policy in policies.items()}
+    distinct = list(dict.fromkeys(as_run.values()))  # the prompt is given, so `prefill` makes no difference
+    shares_of = {}
+    with run.bar(len(distinct), "recall") as bar:
+        for policy, shares in zip(distinct, recall(run.model, prompts, answers, distinct), strict=True):
+            shares_of[policy] = mean_and_error(shares)
             bar.update()
-        bar.set_description("recall")
-        as_run = {name: policy and replace(policy, prefill="exact") for name, policy in policies.items()}
-        distinct = list(dict.fromkeys(as_run.values()))  # the prompt is given, so `prefill` makes no difference
-        shares_of = dict(zip(distinct, recall(run.model, prompts, answers, distinct), strict=True))
-        for row in rows:
-            shares = shares_of[as_run[row["name"]]]
-            row["recall"], row["recall_standard_error"] = mean_and_error(shares)
-            bar.update()
+    for row in rows:
+        row["recall"], row["recall_standard_error"] = shares_of[as_run[row["name"]]]
     return {"rows": rows}
 
 

@@ -1,7 +1,6 @@
 """RoPE complicates keys: store them before the rotation, or after? Next file: `experiments/windows.py`."""
 
-from kvmini.experiments.run import AXES, Result, Run, perplexity_and_bits, settings
-from kvmini.metrics import errors
+from kvmini.experiments.run import AXES, Result, Run, errors_and_perplexity
 
 
 def rope(run: Run) -> Result:
@@ -12,15 +11,7 @@ def rope(run: Run) -> Result:
     """
     policies = {f"K {axis}, {'pre' if pre else 'post'}-RoPE": run.policy(
         axis, "per_token", "prefill=streamed" + (",pre-rope" if pre else "")) for axis in AXES for pre in (True, False)}
-    rows = [settings(name, policy) for name, policy in policies.items()]
-    with run.bar(1 + len(rows), "errors") as bar:
-        for row, found in zip(rows, errors(run.model, run.ids, list(policies.values())), strict=True):
-            row.update(found)
-        bar.update()
-        for row in rows:
-            bar.set_description(f"perplexity, {row['name']}")
-            row.update(perplexity_and_bits(run, policies[row["name"]]))
-            bar.update()
+    rows = errors_and_perplexity(run, policies)
     added = []
     for axis, (pre, post) in zip(AXES, (rows[:2], rows[2:]), strict=True):
         added.append({"name": f"K {axis}", **{name: 100 * (post[name] / pre[name] - 1) if pre[name] else None

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from kvmini.cache import CachePolicy
 from kvmini.evaluate import perplexity
-from kvmini.metrics import ERRORS
+from kvmini.metrics import ERRORS, errors
 from kvmini.model import Llama
 from kvmini.policies import get
 from kvmini.tokenizer import Tokenizer
@@ -76,6 +76,22 @@ def perplexity_and_bits(run: Run, policy: CachePolicy | None, chunk: int | None 
             "body_bits_per_element": cache.body_bits_per_element,
             "bits_per_element": cache.bits_per_element,
             "bits_per_element_16bit_windows": cache.bits_per_element_at(window_bits=16)}
+
+
+def errors_and_perplexity(run: Run, policies: dict[str, CachePolicy | None]) -> list[Row]:
+    """A row for each policy: its settings, the four errors, perplexity and bits."""
+    rows = [settings(name, policy) for name, policy in policies.items()]
+    quantized = [row for row in rows if policies[row["name"]] is not None]
+    with run.bar(1 + len(rows), "errors") as bar:
+        measured = errors(run.model, run.ids, [policies[row["name"]] for row in quantized])
+        for row, figures in zip(quantized, measured, strict=True):
+            row.update(figures)
+        bar.update()
+        for row in rows:
+            bar.set_description(f"perplexity, {row['name']}")
+            row.update(perplexity_and_bits(run, policies[row["name"]]))
+            bar.update()
+    return rows
 
 
 def mean_and_error(shares: Tensor | Sequence[bool]) -> tuple[float, float]:

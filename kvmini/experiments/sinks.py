@@ -7,8 +7,8 @@ a range with ordinary tokens; per token it has a small scale of its own. Next fi
 import torch
 from torch import Tensor
 
-from kvmini.experiments.run import AXES, Result, Run, perplexity_and_bits, settings
-from kvmini.metrics import consumed_error, errors
+from kvmini.experiments.run import AXES, Result, Run, errors_and_perplexity
+from kvmini.metrics import consumed_error
 from kvmini.phenomena import causal_weights, exact_layers, received
 from kvmini.quantizers.uniform import UniformQuantizer
 
@@ -24,18 +24,8 @@ def sinks(run: Run) -> Result:
     """
     policies = {f"V {axis}, sinks {n}": run.policy("per_channel", axis, f"sinks={n},prefill=streamed")
                 for axis in AXES for n in SINKS}
-    rows = [settings(name, policy) for name, policy in policies.items()]
-    with run.bar(2 + len(rows), "errors") as bar:
-        for row, found in zip(rows, errors(run.model, run.ids, list(policies.values())), strict=True):
-            row.update(found)
-        bar.update()
-        for row in rows:
-            bar.set_description(f"perplexity, {row['name']}")
-            row.update(perplexity_and_bits(run, policies[row["name"]]))
-            bar.update()
-        tokens = _tokens(run)
-        bar.update()
-    return {"rows": rows, "tokens": tokens, "synthetic": synthetic(run.n_bits, run.group_size, run.seed)}
+    return {"rows": errors_and_perplexity(run, policies), "tokens": _tokens(run),
+            "synthetic": synthetic(run.n_bits, run.group_size, run.seed)}
 
 
 def _tokens(run: Run) -> dict[str, list[float]]:
