@@ -138,10 +138,11 @@ def _flips(result: Result) -> str:
 
 
 def _principle(result: Result) -> str:
-    lost = {row["name"]: row["output_error_most"] for row in result["corrupted"]}
-    differ = result["rows"][2]
-    return verdict(2 * differ["layers"] > differ["of"], lost["one channel of K"] > 2 * lost["one token of K"],
-                   lost["one token of V"] < lost["one channel of V"] / 2)
+    differ, holds = result["rows"][2], []
+    for which in ("output_error_most", "output_error_median"):
+        lost = {row["name"]: row[which] for row in result["corrupted"]}
+        holds += [lost["one channel of K"] > lost["one token of K"], lost["one channel of V"] > lost["one token of V"]]
+    return verdict(2 * differ["layers"] > differ["of"], *holds)
 
 
 CLAIMS = (

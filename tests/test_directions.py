@@ -109,7 +109,7 @@ def test_short_multiple_choice_hardly_sees_what_recall_does(run):
     for items in batches:
         for name, found in zip(right, choose(run.model, items, [None, policy]), strict=True):
             right[name] += found
-    assert sum(right["quantized"]) > 0.8 * sum(right["exact"]) > 0.5 * len(right["exact"]) * 0.8
+    assert sum(right["quantized"]) > 0.8 * sum(right["exact"]) > 0.8 * 0.4 * len(right["exact"])
     assert choose_in_one_call(run.model, batches[0], policy) == right["exact"][:len(batches[0])]
     exact, quantized = (share.mean() for share in recall(
         run.model, *recall_items(run.tokenizer, prose("search"), n_items=6), [None, policy]))
