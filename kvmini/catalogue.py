@@ -99,7 +99,7 @@ EXPERIMENTS = {
          "channels": [NAME, ("a token's 4 largest are the head's", "persistence", ".0%"),
                       ("two heads share", "overlap", ".0%"), ("chance", "chance", ".0%")]},
         heads.findings, {"": phenomena.errors, "-channels": phenomena.channels, "-sparsity": phenomena.sparsity},
-        "one norm per head; elementwise: root mean square of (x - x_hat) / |x|, |x| guarded; prefill all."),
+        "one norm per head; elementwise: rms of (x - x_hat) / |x|, |x| at least 1% of its row's norm; prefill all."),
     "sinks": Experiment(
         "why the value axis matters: exact first tokens, attention against value norms, a synthetic sink", sinks.sinks,
         {"rows": [NAME, *BITS, PERPLEXITY, *VALUE_ERRORS],

@@ -2,6 +2,7 @@
 
 from matplotlib.figure import Figure
 
+from kvmini.experiments.principle import CORRUPTED
 from kvmini.experiments.run import Result
 from kvmini.experiments.windows import RESIDUALS
 from kvmini.plots.style import DARK, INK, bars, line, panels
@@ -57,7 +58,7 @@ def blind(result: Result, title: str) -> Figure:
     panel.axhline(25, color=INK, linestyle="--", linewidth=1)
     panel.annotate("chance of multiple choice", (0.995, 25), xycoords=("axes fraction", "data"), ha="right",
                    va="bottom", fontsize=8)
-    panel.set(ylabel="%", title="Short multiple choice hardly sees it")
+    panel.set(ylabel="%", title="Short multiple choice beside recall")
     return figure
 
 
@@ -88,5 +89,5 @@ def principle(result: Result, title: str) -> Figure:
     lost = result["corrupted"]
     bars(right, [row["name"] for row in lost],
          {which: [row[f"output_error_{which}"] for row in lost] for which in ("most", "median")}, "%.1f")
-    right.set(ylabel="output error, %", title="Set to zero: the strongest, the median one")
+    right.set(ylabel="output error, %", title=f"Set to zero, first {CORRUPTED} tokens")
     return figure

@@ -73,13 +73,13 @@ def sinks(result: Result, title: str) -> Figure:
         errors = [by_name[f"V {axis}, sinks {count}"]["output_error"] for count in SINKS]
         line(left, range(len(SINKS)), errors, f"V {axis.replace('_', ' ')}", n)
     left.set_xticks(range(len(SINKS)), SINKS)
-    left.set(xlabel="first tokens kept exact", ylabel="output error, %", title="The gap is the sink", ylim=0)
+    left.set(xlabel="first tokens kept exact", ylabel="output error, %", title="Output error against sinks", ylim=0)
     left.legend(fontsize=8)
     attention, norm = result["tokens"]["attention"], result["tokens"]["norm"]
     middle.scatter(attention[1:], norm[1:], s=8, color=LIGHT, edgecolor=INK, linewidth=0.3, label="other tokens")
     middle.scatter(attention[:1], norm[:1], s=60, color=DARK, marker="D", label="first token")
     middle.set(xscale="log", xlabel="attention received, share of a query's", ylabel="|value|, times the median",
-               title="Much attention, short value")
+               title="Attention and value norms")
     middle.legend(fontsize=8)
     rows = result["synthetic"]
     shares = sorted({row["share"] for row in rows})
@@ -100,7 +100,7 @@ def massive(result: Result, title: str) -> Figure:
     left.legend(fontsize=8)
     effects = result["effects"]
     bars(right, [row["name"] for row in effects], {"perplexity": [row["perplexity"] for row in effects]}, "%.1f")
-    right.set(ylabel="perplexity (log)", yscale="log", title="They act as biases")
+    right.set(ylabel="perplexity (log)", yscale="log", title="Without them")
     return figure
 
 
