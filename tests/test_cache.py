@@ -118,3 +118,14 @@ def test_one_head_of_each_kind_is_enough():
     for policy in (None, policies.get("k=per_channel:2:8,v=per_token:2:8")):
         cache = KVCache(1, Rope(D)) if policy is None else new_cache(policy)
         assert run(cache, q, k, v, [12, 8]).shape == (1, 1, 20, D)
+
+
+@pytest.mark.parametrize("heads", [1, HKV])
+@pytest.mark.parametrize("prefill", ["all", "streamed"])
+def test_a_call_of_one_token_is_a_step_whatever_prefill_says(prefill, heads):
+    """It sees the store as it was, and itself exactly; `prefill` governs longer calls only."""
+    q, k, v = (x[:, :heads] for x in tokens(30))
+    policy = policies.get("k=per_channel:2:8,v=per_token:2:8")
+    step = run(new_cache(policy), q, k, v, [1] * 30)
+    assert torch.equal(run(new_cache(replace(policy, prefill=prefill)), q, k, v, [1] * 30), step)
+    assert not torch.equal(run(new_cache(replace(policy, prefill="all")), q, k, v, [30]), step)

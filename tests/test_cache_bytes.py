@@ -139,9 +139,11 @@ def test_mistakes_are_named():
         cache.read(0)
     q, k, v = tokens(5)
     run(cache, q, k, v, [5])
-    for bad in (k[..., :8], k.float(), k.expand(2, -1, -1, -1), k[0]):
-        with pytest.raises(KvminiError):
+    for bad in (k[..., :8], k.float(), k.expand(2, -1, -1, -1)):
+        with pytest.raises(KvminiError, match=r"the cache holds torch.float64 \[1, 2, T, 16\] and cannot take"):
             cache.append(0, bad, bad)
+    with pytest.raises(KvminiError, match="alike"):
+        cache.append(0, k[0], k[0])
     with pytest.raises(KvminiError, match="alike"):
         cache.append(0, k, v[..., :3, :])
     for n in (6, -1, 2.5, None):
