@@ -147,7 +147,7 @@ EXPERIMENTS = {
                   ("to", "flip_rate_high", ".1%"),
                   ("of", "kept", "d"), ("tried", "tried", "d"), ("perplexity", "perplexity", ".1f")]},
         flips.findings, {"": behaviour.flips}, "from, to: Wilson's 95% interval; perplexity of the text, streamed.",
-        takes_policies=True),
+        tokens=512, takes_policies=True),
     "principle": Experiment(
         "stored against consumed outside the cache; one channel or token lost", principle.principle,
         {"rows": [NAME, ("groups of", "group_size", "d"), ("stored, %", "stored", ".1f"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from kvmini.catalogue import EXPERIMENTS
+from kvmini.experiments.flips import measurable
 from kvmini.experiments.massive import on_the_sink
 from kvmini.experiments.run import Result, Row
 from kvmini.experiments.windows import RESIDUALS
@@ -134,7 +135,7 @@ def _flips(result: Result) -> str:
     if not exact["kept"]:
         return OPEN
     unseen = [row for row in rows if row["perplexity"] < 1.05 * exact["perplexity"]]  # what perplexity does not see
-    return verdict(any(row["flip_rate_low"] > exact["flip_rate_high"] for row in unseen))
+    return YES if any(measurable(row, exact) for row in unseen) else OPEN
 
 
 def _principle(result: Result) -> str:
@@ -196,8 +197,7 @@ CLAIMS = (
           "flips", (0,), _flips),
     Claim(16, "The general principle",
           "Measure the error where a tensor is consumed. A corrupted channel of K poisons all scores, a corrupted "
-          "token "
-          "of V is weighted out.",
+          "token of V is weighted out.",
           "principle", (0, 1), _principle),
 )
 

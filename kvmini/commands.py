@@ -45,12 +45,11 @@ def memory(args: argparse.Namespace) -> None:
     """Bytes from a config alone; no model is loaded."""
     shape = SHAPES.get(args.config) or shape_of_config(args.config)
     group_size = args.group_size or gcd(32, shape.head_dim)
-    chosen = {name: policies.get(name, group_size=group_size) for name in ("exact", "kivi-2", "kivi-4")}
-    chosen |= {name: policies.get(name, group_size=args.group_size) for name in args.policy}
+    chosen = {name: policies.get(name, group_size=args.group_size) for name in args.policy}
     check_outputs(args)
     source = {"config": shape.name, "budget_gib": args.budget, "weight_bits": args.weight_bits, "batch": args.batch,
               "group_size": group_size}
-    result = of_memory(shape, chosen, int(args.budget * GIB), args.batch, args.weight_bits)
+    result = of_memory(shape, chosen, int(args.budget * GIB), args.batch, args.weight_bits, group_size)
     title = (f"{shape.name}, {args.weight_bits:g}-bit weights, batch {args.batch}, {args.budget:g} GiB, "
              f"groups of {group_size}")
     show(args, source, title, result)

@@ -74,7 +74,8 @@ def consumed_error(x: Tensor, consumer: Callable[[Tensor], Tensor], quantizer: Q
 
 def frobenius(x: Tensor, x_hat: Tensor) -> tuple[Tensor, Tensor]:
     """Squares of the error and of the tensor, summed over the last two dimensions: the measure of rule and tables."""
-    return _energy(x.double() - x_hat.double()), _energy(x)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a difference of float16 may leave float16
+    return _energy(x_hat.to(wide) - x.to(wide)), _energy(x)
 
 
 def elementwise(x: Tensor, x_hat: Tensor, guard: float = 0.01) -> tuple[Tensor, Tensor]:

@@ -108,8 +108,8 @@ def residual_stream(model: Llama, ids: Tensor) -> list[Tensor]:
 def massive(states: Sequence[Tensor], ratio: float = 1000.0) -> list[dict[str, float]]:
     """Numbers of the residual stream whose magnitude is at least `ratio` times their hidden state's median.
 
-    The source asks for a magnitude above 100 as well; that is left to the reader of `magnitude`, for small
-    models live on a smaller scale.
+    The source asks for a magnitude above 100 as well; that is left to the reader of `value`, for small models
+    live on a smaller scale.
 
     Shapes:
         per layer `[T, hidden]` (one sequence) -> rows: layer, token, dimension, value, ratio; largest first

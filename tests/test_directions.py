@@ -1,15 +1,16 @@
 """The directions of the article's claims, on the real model with small inputs; sizes are left to the committed run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvmini import policies
 from kvmini.catalogue import EXPERIMENTS
-from kvmini.claims import CLAIMS, NO, PARTLY, YES
+from kvmini.claims import CLAIMS, NO, OPEN, PARTLY, YES
 from kvmini.evaluate import choice_items, choose, choose_in_one_call, counting, counting_items, recall, recall_items
-from kvmini.experiments import groups, heads, key_order, massive, principle, sinks, windows
+from kvmini.experiments import flips, groups, heads, key_order, massive, principle, sinks, windows
 from kvmini.experiments.run import Run
 from kvmini.texts import prose, text_ids
 
@@ -125,6 +126,25 @@ def test_a_lost_channel_hurts_keys_and_the_two_measures_can_disagree(run):
     assert lost["one token of K"]["output_error_most"] > 3 * lost["one token of K"]["output_error_median"]  # the sink
 
 
+@pytest.mark.slow
+def test_one_call_sees_nothing_stored_and_streamed_is_what_decoding_gives(run):
+    rows = windows.modes(replace(run, ids=run.ids[:, :128]))["rows"]
+    found = {row["name"]: row["perplexity"] for row in rows}
+    assert found["one call, exact"] == pytest.approx(found["exact"], rel=1e-4)
+    assert found["one call, streamed"] == pytest.approx(found["decoded, 1 at a time"], rel=0.05)
+    assert found["one call, all"] > found["one call, streamed"] > 1.05 * found["exact"]
+    assert all(row["bits_per_element"] == 3 for row in rows[1:])  # 128 tokens are whole groups, however they came
+
+
+@pytest.mark.slow
+def test_two_bits_break_instructions_that_the_exact_model_keeps(run, monkeypatch):
+    whole = flips.instructions()
+    monkeypatch.setattr(flips, "instructions", lambda: [whole[i] for i in flips.batches(run.tokenizer, whole)[0][0]])
+    exact, two_bits, four_bits = flips.flips(run)["rows"]
+    assert exact["kept"] > exact["tried"] / 2 and exact["flip_rate"] < 0.1
+    assert two_bits["flip_rate"] > max(0.2, four_bits["flip_rate"])
+
+
 # --- the verdicts, on the committed run and on figures that say otherwise
 
 def scaled(content, path, factor):
@@ -157,7 +177,7 @@ def test_a_verdict_follows_the_figures(number, keys, factor):
                                       enumerate(result["rows"])]}
     else:
         changed = scaled(result, keys, factor)
-    order = [NO, PARTLY, YES]
+    order = [OPEN, NO, PARTLY, YES]
     assert order.index(claim.agrees(changed)) < order.index(claim.agrees(result))
 
 
@@ -166,3 +186,12 @@ def test_every_finding_is_a_sentence_of_the_results_figures():
     for name, result in content["results"].items():
         findings = EXPERIMENTS[name].findings(result)
         assert all(sentence.endswith(".") and any(c.isdigit() for c in sentence) for sentence in findings), name
+
+
+def test_flips_that_do_not_stand_out_are_not_measurable_here():
+    result = json.loads(COMMITTED.read_text(encoding="utf-8"))["results"]["flips"]
+    assert "not measurable" not in flips.findings(result)[0]
+    result["rows"][2]["flip_rate_low"] = result["rows"][0]["flip_rate_high"]
+    assert flips.findings(result)[0].count("not measurable here") == 1
+    claim = next(claim for claim in CLAIMS if claim.experiment == "flips")
+    assert claim.agrees(result) == OPEN

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 
 from kvmini.evaluate import filled
-from kvmini.experiments.run import Result, Run, as_streamed, perplexity_and_bits, settings
+from kvmini.experiments.run import Result, Row, Run, as_streamed, perplexity_and_bits, settings
 from kvmini.instructions import Instruction, answer, batches, instructions
 from kvmini.model import generate
 
@@ -33,7 +33,8 @@ def flips(run: Run) -> Result:
     tried = 0
     with run.bar(len(chosen) + 1, "selecting instructions") as bar:
         while len(kept) < WANTED and lots:
-            lot = [candidates[i] for i in lots.pop(0)]
+            likely = 2 * (WANTED - len(kept))  # of the last batch, no more than can be needed
+            lot = [candidates[i] for i in lots.pop(0)[:likely]]
             tried += len(lot)
             (keeps,) = _keeps(run, lot, [None])
             kept += [instruction for instruction, keep in zip(lot, keeps, strict=True) if keep]
@@ -87,4 +88,11 @@ def findings(result: Result) -> list[str]:
         interval = f"{row['flip_rate_low']:.0%} to {row['flip_rate_high']:.0%}"
         said.append(f"{row['name']}: {row['flip_rate']:.0%} of {row['kept']} broken ({interval}) at "
                     f"{row['perplexity'] / exact['perplexity']:.2f} times the perplexity")
+        if not measurable(row, exact):
+            said[-1] += ", not measurable here"
     return ["; ".join(said) + f". Run again without quantization: {exact['flip_rate']:.0%}."]
+
+
+def measurable(row: Row, exact: Row) -> bool:
+    """Whether a policy's flips stand out from those of the exact model run again: their intervals do not meet."""
+    return row["flip_rate_low"] > exact["flip_rate_high"]

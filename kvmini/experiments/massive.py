@@ -24,43 +24,42 @@ def massive_activations(run: Run) -> Result:
         zero, set to their mean over the beginnings of other texts, and with ordinary numbers (the same
         dimensions, other tokens) set to zero.
     """
-    sequence = run.ids
     attention: list[Tensor] = []
-    exact_layers(run.model, sequence, lambda layer, q, k, v: attention.append(
+    exact_layers(run.model, run.ids, lambda layer, q, k, v: attention.append(
         received(causal_weights(q, k, run.model.config.rope)).mean((0, 1))))
-    states = [state[0] for state in residual_stream(run.model, sequence)]
+    states = [state[0] for state in residual_stream(run.model, run.ids)]
     rows = []
     for layer, state in enumerate(states):
         size = state.abs()
         token, dimension = divmod(int(size.argmax()), state.shape[1])
         follows = attention[layer + 1] if layer + 1 < len(states) else None
-        rows.append({"layer": layer, "token": token, "text": run.tokenizer.decode([int(sequence[0, token])]),
+        rows.append({"layer": layer, "token": token, "text": run.tokenizer.decode([int(run.ids[0, token])]),
                      "dimension": dimension, "value": state[token, dimension].item(), "median": size.median().item(),
                      "ratio": (size.max() / size.median()).item(),
                      "attention": None if follows is None else follows[token].item(),
                      "most_attention_on": None if follows is None else int(follows.argmax())})
-    return {"rows": rows, "effects": _effects(run, sequence, states)}
+    return {"rows": rows, "effects": _effects(run, states)}
 
 
-def _effects(run: Run, sequence: Tensor, states: list[Tensor]) -> list[dict]:
+def _effects(run: Run, states: list[Tensor]) -> list[dict]:
     found = massive(states, RATIO)
     places = [(row["layer"], row["token"], row["dimension"]) for row in found]
     other = torch.tensor(run.tokenizer.encode(prose("calibration")))
     stride = len(other) // OTHERS
-    elsewhere = [[state[0] for state in residual_stream(run.model, other[None, i * stride:i * stride + 64])]
-                 for i in range(OTHERS)]
+    beginnings = [[state[0] for state in residual_stream(run.model, other[None, i * stride:i * stride + 64])]
+                  for i in range(OTHERS)]
     # The mean of what stands at the sink of other texts; a massive token elsewhere gets the same number.
-    mean = {(layer, token, c): sum(s[layer][0, c].item() for s in elsewhere) / OTHERS for layer, token, c in places}
+    mean = {(layer, token, c): sum(s[layer][0, c].item() for s in beginnings) / OTHERS for layer, token, c in places}
     random = torch.Generator().manual_seed(run.seed)
-    elsewhere = torch.randint(1, sequence.shape[1], (len(places),), generator=random).tolist()
-    ordinary = {(layer, token, c): 0.0 for (layer, _, c), token in zip(places, elsewhere, strict=True)}
+    others = torch.randint(1, run.ids.shape[1], (len(places),), generator=random).tolist()
+    ordinary = {(layer, token, c): 0.0 for (layer, _, c), token in zip(places, others, strict=True)}
     changes = {"as it is": {}, "set to zero": dict.fromkeys(places, 0.0), "set to their mean over other texts": mean,
                "the same dimensions of other tokens set to zero": ordinary}
     rows = []
     for name, numbers in changes.items():
         with replaced(run.model, numbers):
             rows.append({"name": name, "changed": len(numbers),
-                         "perplexity": perplexity(run.model, sequence, run.model.new_cache())})
+                         "perplexity": perplexity(run.model, run.ids, run.model.new_cache())})
     return rows
 
 

@@ -16,15 +16,16 @@ from kvmini.policies import get
 from kvmini.shapes import SHAPES, Shape
 
 CARD = 80 * GIB  # what a card sold as "80 GB" holds (81,920 MiB)
+USUAL = ("exact", "kivi-2", "kivi-4")
 CONTEXTS = (512, 2048, 8192, 32768, 131072, 2**20)
 
 
 def memory(shape: Shape = SHAPES["LLaMA-7B"], chosen: dict[str, Policy] | None = None,
-           budget: int = CARD, batch: int = 1, weight_bits: float = 16) -> Result:
+           budget: int = CARD, batch: int = 1, weight_bits: float = 16, group_size: int = 32) -> Result:
     """Shares against context ("rows"), what fits `budget` bytes ("fits"), and the papers' figures ("article")."""
     rows, fits, weights = [], [], shape.weight_nbytes(weight_bits)
     fit = weights <= budget or None  # what does not fit has no largest batch
-    for name, policy in ({name: get(name) for name in ("exact", "kivi-2", "kivi-4")} | (chosen or {})).items():
+    for name, policy in ({name: get(name, group_size=group_size) for name in USUAL} | (chosen or {})).items():
         batches = {f"largest_batch_{n}": fit and largest_batch(shape, policy, budget, n, weight_bits) for n in CONTEXTS}
         longest = fit and longest_context(shape, policy, budget, batch, weight_bits)
         fits.append({"model": shape.name, "name": name, "budget_bytes": budget, "batch": batch,

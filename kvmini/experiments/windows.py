@@ -15,6 +15,7 @@ from kvmini.store import QuantizedStore
 from kvmini.texts import prose
 
 RESIDUALS = (0, 16, 32, 64, 128)
+RECALLED = 20  # tokens of each recall answer that are asked for here
 
 
 def residual(run: Run) -> Result:
@@ -28,7 +29,8 @@ def residual(run: Run) -> Result:
                                 for n in RESIDUALS}
     chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
     rows = [settings(name, as_streamed(policy)) for name, policy in chosen.items()]
-    tasks = {"recall": (recall, recall_items(run.tokenizer, prose("report"), n_items=10, seed=run.seed)),
+    passages, answers = recall_items(run.tokenizer, prose("report"), seed=run.seed)
+    tasks = {"recall": (recall, (passages, answers[:, :RECALLED])),
              "counting": (counting, counting_items(run.tokenizer, prose("report"), seed=run.seed))}
     with run.bar(3 * len(rows)) as bar:
         for name, (task, (prompts, answers)) in tasks.items():
