@@ -127,11 +127,12 @@ def test_a_lost_channel_hurts_keys_and_the_two_measures_can_disagree(run):
 
 
 @pytest.mark.slow
-def test_one_call_sees_nothing_stored_and_streamed_is_what_decoding_gives(run):
-    rows = windows.modes(replace(run, ids=run.ids[:, :128]))["rows"]
+def test_one_call_sees_nothing_stored_and_streamed_is_what_decoding_gives(run, loaded):
+    """In float64: in float32 one ulp flips a 2-bit code, and the two were seen 7% apart, on another processor."""
+    rows = windows.modes(replace(run, model=loaded[0], ids=run.ids[:, :128]))["rows"]
     found = {row["name"]: row["perplexity"] for row in rows}
-    assert found["one call, exact"] == pytest.approx(found["exact"], rel=1e-4)
-    assert found["one call, streamed"] == pytest.approx(found["decoded, 1 at a time"], rel=0.05)
+    assert found["one call, exact"] == pytest.approx(found["exact"], rel=1e-9)
+    assert found["one call, streamed"] == pytest.approx(found["decoded, 1 at a time"], rel=1e-6)
     assert found["one call, all"] > found["one call, streamed"] > 1.05 * found["exact"]
     assert all(row["bits_per_element"] == 3 for row in rows[1:])  # 128 tokens are whole groups, however they came
 
