@@ -149,7 +149,7 @@ class QuantizedStore:
         if self.body is None:
             self.sink = self.window = x[..., :0, :].detach().clone()
             self.body = self.quantizer.quantize(self.window)
-        first, end = self.length, self.sinks + self._n_live
+        first, end, least = self.length, self.sinks + self._n_live, self._least
         self._take_in(x)
         mode = "exact" if x.shape[-2] == 1 else self.prefill
         if mode == "all":
@@ -162,8 +162,8 @@ class QuantizedStore:
         # `end`: where the body ended before this call. A query with `already` tokens before it sees as stored what
         # would have been handed over by then, a multiple of `flush`.
         already = first + torch.arange(x.shape[-2], device=x.device)
-        boundary = end + (already - end - self.residual).clamp(min=0) // self.flush * self.flush
-        return View(before, self.read(), boundary)
+        more = (already - end - self.residual).clamp(min=0) // self.flush * self.flush
+        return View(before, self.read(), end + more.where(more >= least, 0))
 
     def read(self) -> Tensor:
         """The live tokens as a query sees them now: body dequantized, sinks and window exact."""
@@ -217,6 +217,11 @@ class QuantizedStore:
     def _n_live(self) -> int:
         return 0 if self.body is None else self.body.n_tokens - sum(map(len, self.dropped))
 
+    @property
+    def _least(self) -> int:
+        """Tokens that the next hand-over must have, at least."""
+        return 0 if self.body is not None and self.body.n_tokens else self.quantizer.warm_up
+
     def _live_slots(self) -> Tensor:
         live = torch.ones(self.body.n_tokens, dtype=torch.bool, device=self.window.device)
         for slots in self.dropped:
@@ -230,7 +235,8 @@ class QuantizedStore:
     def _read_all(self) -> Tensor:
         """What "all" shows: the window quantized too, as far as it fills blocks."""
         n = self.window.shape[-2] // self.quantizer.block * self.quantizer.block
-        older = self.quantizer.dequantize(self.quantizer.quantize(self.window[..., :n, :]))
+        older = self.quantizer.dequantize(self.quantizer.extend(self.body, self.window[..., :n, :]))
+        older = older[..., self.body.n_tokens:, :]
         return torch.cat([self.sink, self._read_body(), older, self.window[..., n:, :]], dim=-2)
 
     def _take_in(self, x: Tensor) -> None:
@@ -241,6 +247,6 @@ class QuantizedStore:
 
     def _hand_over(self) -> None:
         n = max(0, self.window.shape[-2] - self.residual) // self.flush * self.flush
-        if n:
-            self.body = self.quantizer.cat(self.body, self.quantizer.quantize(self.window[..., :n, :]))
+        if n and n >= self._least:
+            self.body = self.quantizer.extend(self.body, self.window[..., :n, :])
             self.window = self.window[..., n:, :].clone()

@@ -71,7 +71,8 @@ class Quantizer(ABC):
     """Abstract base of all quantizers; yours may subclass it too.
 
     A quantizer has no memory: the same block gives the same `Stored`, whatever came before, and
-    `quantize(cat(a, b))` is `cat(quantize(a), quantize(b))` where a and b are whole blocks.
+    `quantize(cat(a, b))` is `cat(quantize(a), quantize(b))` where a and b are whole blocks. What a method must
+    remember of a sequence it leaves in that sequence's `Stored`, and `extend` finds it there.
 
     Shapes:
         `quantize` takes `[..., T, D]`, T a multiple of `block` (0 too); a cache gives it `[B, Hkv, T, D]`.
@@ -86,6 +87,7 @@ class Quantizer(ABC):
     """
 
     block: int | None = 1  # tokens it must be given at once; None: no part of a sequence stands alone
+    warm_up: int = 0  # tokens that a cache hands over at first, at least: some methods measure them
     does_not_promise: ClassVar[dict[str, str]] = {}  # law -> reason, for the methods that trade a law away
 
     @abstractmethod
@@ -94,6 +96,10 @@ class Quantizer(ABC):
     @abstractmethod
     def dequantize(self, stored: Stored) -> Tensor:
         """The tensor again, in its own shape, dtype and device."""
+
+    def extend(self, body: Stored, x: Tensor) -> Stored:
+        """The body with tokens handed over to it; a cache calls this, never `quantize` alone."""
+        return self.cat(body, self.quantize(x))
 
     def cat(self, a: Stored, b: Stored) -> Stored:
         """Two stored pieces as one, b's tokens after a's."""
@@ -122,12 +128,12 @@ class Quantizer(ABC):
         """(packed, scale, minimum) where x is code * scale + minimum, for kernels; else None."""
         return None
 
-    def map_query(self, q: Tensor) -> Tensor:
-        """What a kernel does to the query when it reads keys without `dequantize`: here, nothing."""
+    def map_query(self, q: Tensor, stored: Stored) -> Tensor:
+        """The query `[B, H, S, D]` for keys that are read without their factors or rotation: here, as it is."""
         return q
 
-    def map_output(self, out: Tensor) -> Tensor:
-        """What a kernel does to the output when it reads values without `dequantize`: here, nothing."""
+    def map_output(self, out: Tensor, stored: Stored) -> Tensor:
+        """The output `[B, H, S, D]` of values that were read without theirs: here, as it is."""
         return out
 
     def _check_block(self) -> None:
