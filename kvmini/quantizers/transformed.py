@@ -1,7 +1,7 @@
 """Change what a grid is given, and undo it: the shape that rotations, reorderings, factors and bases share.
 
 A wrapper is a quantizer around a quantizer. The inner one decides how numbers are stored; this one decides
-which numbers those are. Next file: `quantizers/rotated.py`, the first of them.
+which numbers those are. Next file: `rope.py`.
 """
 
 from abc import abstractmethod
