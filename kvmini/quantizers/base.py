@@ -54,8 +54,9 @@ class Stored:
         return 8 * self.nbytes / self.n_elements if self.n_elements else 0.0
 
     @property
-    def scale(self) -> Tensor:
-        return self.parts["scale"]
+    def scale(self) -> Tensor | None:
+        """The stored scale of each group; None where there is none."""
+        return self.parts.get("scale")
 
     @property
     def minimum(self) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Change what a grid is given, and undo it: the shape that rotations, reorderings, factors and bases share.
 
 A wrapper is a quantizer around a quantizer. The inner one decides how numbers are stored; this one decides
-which numbers those are. Next file: `rope.py`.
+which numbers those are. Next file: `quantizers/rotated.py`.
 """
 
 from abc import abstractmethod
@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvmini.errors import KvminiError
 from kvmini.quantizers.base import Quantizer, Stored, check_tensor
+
+INSIDE = dict.fromkeys(("L16", "L18", "L23", "L24"),
+                       "codes, scale and minimum are the inner grid's, which is given other numbers")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class TransformedQuantizer(WrappedQuantizer):
 
     def quantize(self, x: Tensor) -> Stored:
         check_tensor(x)
-        return replace(self.inner.quantize(self.forward(wide(x))), dtype=x.dtype)
+        return replace(self.inner.quantize(self._given(x)), dtype=x.dtype)
 
     def dequantize(self, stored: Stored) -> Tensor:
         x = self.backward(self.inner.dequantize(replace(stored, dtype=wide_dtype(stored.dtype))))
@@ -84,7 +88,14 @@ class TransformedQuantizer(WrappedQuantizer):
     def extend(self, body: Stored, x: Tensor) -> Stored:
         check_tensor(x)
         body = replace(body, dtype=wide_dtype(x.dtype))
-        return replace(self.inner.extend(body, self.forward(wide(x))), dtype=x.dtype)
+        return replace(self.inner.extend(body, self._given(x)), dtype=x.dtype)
+
+    def _given(self, x: Tensor) -> Tensor:
+        """What the inner quantizer is given for x."""
+        y = self.forward(wide(x))
+        if not torch.isfinite(y).all():
+            raise KvminiError(f"numbers up to {x.abs().max().item():.6g} do not fit {y.dtype} once transformed")
+        return y
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ The stored grid covers its group: the minimum is rounded down and the scale, com
 minimum, is rounded up. So no element is off by more than half a stored step. There is no epsilon: a
 group of equal values has scale 0 and comes back as its minimum.
 
-It does not choose levels from data (KVQuant) or rotate first (RotateKV). Next file: `quantizers/exact.py`.
+It does not choose levels from data (KVQuant) or rotate first (RotateKV). Next file: `rope.py`.
 """
 
 from dataclasses import dataclass
