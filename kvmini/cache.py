@@ -2,7 +2,7 @@
 
 `KVCache` and `QuantizedKVCache` are one cache with two kinds of store in it; the difference is to be read
 in `store.py`. Keys and queries come unrotated: the cache owns positions and rotates. It does not decide
-how numbers are stored (quantizers) or when (stores). Next file: `policies.py`.
+how numbers are stored (quantizers) or when (stores). Next file: `remat.py`, a cache that keeps something else.
 """
 
 from collections.abc import Iterator
@@ -55,9 +55,22 @@ class CachePolicy:
     prefill: str = "exact"
 
     def __post_init__(self):
-        count_of(self.sinks, "sinks", lowest=0)
-        if self.prefill not in PREFILLS:
-            raise KvminiError(f"prefill must be one of {', '.join(PREFILLS)}, not {self.prefill!r}")
+        check_policy(self.sinks, self.prefill)
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        return {"key": self.key, "value": self.value}
+
+    def new_cache(self, model) -> "QuantizedKVCache":
+        """An empty cache of this policy for a `Llama`."""
+        return QuantizedKVCache(model.config.n_layers, model.config.rope, self)
+
+
+def check_policy(sinks: int, prefill: str) -> None:
+    """What every policy demands of its sinks and its prefill mode."""
+    count_of(sinks, "sinks", lowest=0)
+    if prefill not in PREFILLS:
+        raise KvminiError(f"prefill must be one of {', '.join(PREFILLS)}, not {prefill!r}")
 
 
 class KVCache:
@@ -84,37 +97,39 @@ class KVCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """The one door: append, attend, hand over. (`layer_input` is for a cache that keeps it instead of k and v.)"""
-        first, S = self.values[layer].length, q.shape[-2]
+        first, S = self.stores_of(layer)[0].length, q.shape[-2]
         alike = q.ndim == k.ndim == 4 and (q[:, 0].shape, q.dtype) == (k[:, 0].shape, k.dtype)
         if not alike or q.shape[1] % k.shape[1]:
             raise KvminiError(f"queries {q.dtype} {list(q.shape)} do not fit keys {k.dtype} {list(k.shape)}: "
                               "[B, H, S, D] and [B, Hkv, S, D] with H a multiple of Hkv")
-        keys, values = self.append(layer, k, v)
+        keys, values = self.append(layer, k, v, layer_input)
         return attention(self.rope.apply(q, range(first, first + S)), keys, values, first)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[View, View]:
+    def append(self, layer: int, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> tuple[View, View]:
         """Append tokens without attending; returns rotated keys and values as this call's queries see them.
 
         All or nothing: after an error the layer is as it was.
         """
-        first = self.values[layer].length
-        self._check_new(layer, k, v)
-        if not self.pre_rope:
-            k = self.rope.apply(k, range(first, first + k.shape[-2]))
-        views = []
-        with all_or_nothing([self.keys[layer], self.values[layer]]):
-            for side, store, x in (("keys", self.keys[layer], k), ("values", self.values[layer], v)):
+        alike = k.ndim == 4 and k.shape == v.shape and k.dtype == v.dtype
+        if not alike or not k.is_floating_point() or not k.numel():
+            raise KvminiError("keys and values must be alike, floating point, [B, Hkv, S, D] with S >= 1, not "
+                              f"{k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
+        stores, kept, views = self.stores_of(layer), self._kept(layer, k, v, layer_input), []
+        with all_or_nothing(stores):
+            for side, store, x in zip(self.sides(), stores, kept, strict=True):
                 try:
                     views.append(store.append(x))
                 except KvminiError as error:
                     raise KvminiError(f"layer {layer}, {side}: {error}") from None
-        return views[0].map(self._rotate_stored), views[1]
+            return self._seen(layer, *views)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values `[B, Hkv, length, D]` as attention sees them now."""
-        if not self.values[layer].length:
+        stores = self.stores_of(layer)
+        if not stores[0].length:
             raise KvminiError("nothing to read: the cache is empty")
-        return self._rotate_stored(self.keys[layer].read()), self.values[layer].read()
+        keys, values = self._seen(layer, *(View(store.read()) for store in stores))
+        return keys.tokens, values.tokens
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens only."""
@@ -128,7 +143,7 @@ class KVCache:
         """Replace batch row i by row rows[i] (beams)."""
         if not self.length:
             raise KvminiError("no rows to reorder: the cache is empty")
-        rows, B = torch.as_tensor(rows), self.values[0].exact_tensors[0].shape[0]
+        rows, B = torch.as_tensor(rows), self.stores()[0].exact_tensors[0].shape[0]
         if rows.is_floating_point() or rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= B:
             raise KvminiError(f"rows must be a list of batch rows 0 .. {B - 1}, not {rows.tolist()}")
         for store in self.stores():
@@ -137,7 +152,7 @@ class KVCache:
     @property
     def length(self) -> int:
         """Tokens that every layer holds (within a call the first layers are ahead of the last)."""
-        return self.values[-1].length
+        return self.stores()[-1].length
 
     @property
     def positions(self) -> range:
@@ -159,24 +174,40 @@ class KVCache:
     @property
     def body_bits_per_element(self) -> float | None:
         """All bits of the packed bodies over the elements in them; None while they are empty."""
-        elements = sum(body.n_elements for body in self._bodies())
+        elements = self._elements(self._bodies())
         return 8 * sum(body.nbytes for body in self._bodies()) / elements if elements else None
 
     @property
     def bits_per_element(self) -> float:
         """All bits, exact parts as they are held, over all live elements of K and V."""
-        elements = sum(store.n_elements for store in self.stores())
-        return 8 * self.nbytes / elements if elements else 0.0
+        return 8 * self.nbytes / (self._elements(self.stores()) or 1)
 
     def bits_per_element_at(self, window_bits: int) -> float:
         """The same, were exact parts `window_bits` wide (papers count 16)."""
-        elements = sum(store.n_elements for store in self.stores())
         bits = window_bits * sum(x.numel() for x in self._exact()) + 8 * sum(body.nbytes for body in self._bodies())
-        return bits / elements if elements else 0.0
+        return bits / (self._elements(self.stores()) or 1)
+
+    def sides(self) -> dict[str, list[ExactStore | QuantizedStore]]:
+        """What is kept, by name: a store in every layer."""
+        return {"keys": self.keys, "values": self.values}
 
     def stores(self) -> list[ExactStore | QuantizedStore]:
         """Every layer's keys, then every layer's values."""
-        return [*self.keys, *self.values]
+        return [store for stores in self.sides().values() for store in stores]
+
+    def stores_of(self, layer: int) -> list[ExactStore | QuantizedStore]:
+        """One layer's stores, one for each side."""
+        return [stores[layer] for stores in self.sides().values()]
+
+    def _kept(self, layer: int, k: Tensor, v: Tensor, layer_input: Tensor | None) -> tuple[Tensor, ...]:
+        """What the layer's stores are given, one tensor for each side."""
+        check_fits(self.values[layer], v)
+        first = self.values[layer].length
+        return k if self.pre_rope else self.rope.apply(k, range(first, first + k.shape[-2])), v
+
+    def _seen(self, layer: int, keys: View, values: View) -> tuple[View, View]:
+        """Rotated keys, and values, of what the layer's stores gave back."""
+        return keys.map(lambda k: self.rope.apply(k, range(k.shape[-2]))) if self.pre_rope else keys, values
 
     def _exact(self) -> list[Tensor]:
         return [x for store in self.stores() for x in store.exact_tensors]
@@ -184,33 +215,30 @@ class KVCache:
     def _bodies(self) -> list[Stored]:
         return [store.body for store in self.stores() if store.body is not None]
 
-    def _rotate_stored(self, k: Tensor) -> Tensor:
-        return self.rope.apply(k, range(k.shape[-2])) if self.pre_rope else k
+    def _elements(self, parts: list[ExactStore | QuantizedStore] | list[Stored]) -> int:
+        """Elements of K and V that are held in these."""
+        return sum(part.n_elements for part in parts)
 
-    def _check_new(self, layer: int, k: Tensor, v: Tensor) -> None:
-        alike = k.ndim == 4 and k.shape == v.shape and k.dtype == v.dtype
-        if not alike or not k.is_floating_point() or not k.numel():
-            raise KvminiError("keys and values must be alike, floating point, [B, Hkv, S, D] with S >= 1, not "
-                              f"{k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
-        for old in self.values[layer].exact_tensors:
-            if (old.shape[:2], old.shape[3], old.dtype) != (v.shape[:2], v.shape[3], v.dtype):
-                B, Hkv, _, D = old.shape
-                raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "
-                                  f"{v.dtype} {list(v.shape)}")
+
+def check_fits(store: ExactStore | QuantizedStore, x: Tensor) -> None:
+    """Raise KvminiError unless x `[B, Hkv, S, D]` can follow what the store holds."""
+    for old in store.exact_tensors:
+        if (old.shape[:2], old.shape[3], old.dtype) != (x.shape[:2], x.shape[3], x.dtype):
+            B, Hkv, _, D = old.shape
+            raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "
+                              f"{x.dtype} {list(x.shape)}")
 
 
 class QuantizedKVCache(KVCache):
     """The same cache with its sides quantized as a policy says: sinks | packed body | recent window.
 
-    Nothing keeps a float copy of what was handed over, and what is stored never depends on how the
-    sequence was cut into calls.
+    Nothing keeps a float copy of what was handed over; what is stored never depends on how calls cut the sequence.
 
     Example:
         >>> from kvmini import UniformQuantizer
         >>> side = Side(UniformQuantizer(2, "per_token", 8))
         >>> cache = QuantizedKVCache(1, Rope(head_dim=8), CachePolicy(side, side))
-        >>> k = v = torch.randn(1, 2, 5, 8)
-        >>> _ = cache.append(0, k, v)
+        >>> _ = cache.append(0, *torch.randn(2, 1, 2, 5, 8))
         >>> cache.nbytes, cache.body_bits_per_element      # 2 bytes of codes, 4 of scale and minimum
         (120, 6.0)
     """
