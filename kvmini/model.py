@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache, all_or_nothing
+from kvmini.cache import CachePolicy, KVCache, all_or_nothing
 from kvmini.errors import KvminiError, count_of
+from kvmini.remat import RematPolicy
 from kvmini.rope import Rope
 
 
@@ -134,11 +135,9 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def new_cache(self, policy: CachePolicy | None = None) -> KVCache:
+    def new_cache(self, policy: CachePolicy | RematPolicy | None = None) -> KVCache:
         """An empty cache for this model: exact, or as the policy says."""
-        if policy is None:
-            return KVCache(self.config.n_layers, self.config.rope)
-        return QuantizedKVCache(self.config.n_layers, self.config.rope, policy)
+        return KVCache(self.config.n_layers, self.config.rope) if policy is None else policy.new_cache(self)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
         cache = self.new_cache() if cache is None else cache
