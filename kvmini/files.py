@@ -1,4 +1,4 @@
-"""Text in, results out: errors for people, and no file written by halves. Next file: `commands.py`."""
+"""Text in, results out: errors for people, and no file written by halves. Next file: `prepare.py`."""
 
 import json
 import os
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from kvmini.calibration import Calibration
 from kvmini.errors import KvminiError
 from kvmini.quantizers.base import check_tensor
 
@@ -81,6 +82,26 @@ def read_tensors(path: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     with np.load(path) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files if name in ("q", "k", "v")}
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write a calibration as .safetensors, whole or not at all; it can be large (the default one: 120 MB)."""
+    tensors = {name: torch.tensor(x) if isinstance(x, int) else x.contiguous()
+               for name, x in vars(calibration).items()}
+    check_writable(path, (".safetensors",))
+    _write_whole(path, lambda part: save_file(tensors, part))
+
+
+def read_calibration(path: Path) -> Calibration:
+    """What `write_calibration` wrote; KvminiError for anything else."""
+    try:
+        tensors = load_file(path)
+        calibration = Calibration(**tensors | {"sinks": int(tensors["sinks"])})
+    except OSError as error:
+        raise KvminiError(f"cannot read calibration {path}: {error.strerror or error}") from None
+    except Exception as error:  # a foreign file fails in safetensors, or in what its tensors are called
+        raise KvminiError(f"{path} is no calibration that kvmini wrote: {error}") from None
+    return calibration
 
 
 def check_writable(path: Path | None, formats: tuple[str, ...] = ()) -> None:

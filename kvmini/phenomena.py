@@ -4,7 +4,7 @@
     keys         which channels are large, at which tokens, in which heads
     residual     massive activations: single numbers of the hidden state, thousands of times the median
 
-Nothing is quantized here. Next file: `evaluate.py`.
+Nothing is quantized here. Next file: `quantizers/exact.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
