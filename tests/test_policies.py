@@ -5,6 +5,7 @@ import torch
 
 from kvmini import CachePolicy, KvminiError, Side, UniformQuantizer, policies
 from kvmini.quantizers.base import Quantizer
+from kvmini.remat import RematPolicy
 
 
 def uniform(axis, n_bits, **more):
@@ -28,7 +29,11 @@ def test_the_four_axis_choices_name_the_key_axis_first(name, key, value):
 def test_exact_is_no_policy_and_every_name_is_known():
     assert policies.get("exact") is None
     for name in policies.NAMES[1:]:
-        assert isinstance(policies.get(name), CachePolicy)
+        if policies.needs_calibration(name):
+            with pytest.raises(KvminiError, match="needs a calibration"):
+                policies.get(name)
+        else:
+            assert isinstance(policies.get(name), RematPolicy if name.startswith("xquant") else CachePolicy)
 
 
 def test_every_field_can_be_spelled():

@@ -25,7 +25,7 @@ def finite_in_finite_out(case: Case) -> None:
             raise
         if needed <= limits.max * (1 - limits.eps):
             raise Broken(f"{broken}; but scale and minimum are at most {needed:.6g}") from refusal
-        if not any(word in str(refusal) for word in ("scale", "minimum")):
+        if not any(word in str(refusal) for word in ("scale", "minimum", "fit")):
             raise Broken(f"{broken}; the refusal does not name what cannot hold the numbers") from refusal
         return
     demand(case, case.x_hat.isfinite(), lambda i: f"{case.x[i].item():.9g} came back as {case.x_hat[i].item()}")

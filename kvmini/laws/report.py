@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from kvmini import policies
 from kvmini.errors import KvminiError
 from kvmini.laws.law import Law, Verdict, judge
 from kvmini.laws.offers import CacheOffer, Offer, QuantizerOffer, RopeOffer
 from kvmini.laws.public import ADAPTERS
+from kvmini.spellings import load_factory
 
 OURS = {"quantizer": "kvmini:UniformQuantizer", "cache": "kvmini:QuantizedKVCache",
         "kernel": "kvmini.laws.consumers:readable_kernel", "rope": "kvmini:Rope", "packer": "kvmini.packing"}
@@ -30,7 +30,7 @@ def offer(kind: str, name: str, factory: Callable | ModuleType | None = None) ->
     if factory is None and kind != "packer" and ":" not in name:
         raise KvminiError(f"a {kind} is named MODULE:FACTORY, not {name!r}")
     if factory is None:
-        factory = policies.load_factory(name) if ":" in name else _module(name)
+        factory = load_factory(name) if ":" in name else _module(name)
     return OFFERS[kind](name, factory) if kind in OFFERS else Offer(kind, name, factory)
 
 

@@ -2,7 +2,7 @@
 
 `kv_tensors` is a hypothesis strategy for anybody's tests: ragged shapes, every floating-point type, and the
 kinds below. Its "any" kind is drawn number by number, over the whole range, so its counterexamples shrink to a
-few round numbers; the other kinds have a structure and are drawn by a seed. Next file: `offers.py`.
+few round numbers; the other kinds have a structure and are drawn by a seed. Next file: `cases.py`.
 """
 
 from collections.abc import Sequence
