@@ -14,7 +14,17 @@ import torch
 from kvmini import policies
 from kvmini.catalogue import EXPERIMENTS
 from kvmini.claims import CLAIMS
-from kvmini.commands import PROMPT, claims, errors, experiment, fetch, generate_text, memory
+from kvmini.commands import (
+    PROMPT,
+    calibration,
+    claims,
+    errors,
+    experiment,
+    fetch,
+    frontier,
+    generate_text,
+    memory,
+)
 from kvmini.errors import KvminiError
 from kvmini.files import check_writable, write_json
 from kvmini.shapes import SHAPES
@@ -70,6 +80,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=whole(2), metavar="N", help="how many tokens of it (default: 1024 or 512; generate: all)")
     add("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="seed of what is drawn by chance (default: 0)")
     add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads (default: torch's choice)")
+    add("--calibration", type=Path, metavar="FILE",
+        help="a calibration that `calibration --save` wrote (default: made when a policy needs one)")
     bits.add_argument("--n-bits", type=whole(1, 8), metavar="B",
                       help="bits of a code, 1 to 8 (default: 2, or the policy's own)")
     add = grid.add_argument
@@ -90,7 +102,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         return command
 
     for name, chosen in EXPERIMENTS.items():
-        run = {"errors": errors, "memory": memory}.get(name, experiment)
+        run = {"errors": errors, "memory": memory, "frontier": frontier, "calibration": calibration}.get(
+            name, experiment)
         parents = [*([chosen_policies] if chosen.takes_policies else []), grid, output, figure]
         command = add_command(name, run, chosen.help, *([] if name == "memory" else [data, bits]), *parents)
         if name == "errors":
@@ -98,6 +111,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
                                  help="judge q, k, v of this .npz or .safetensors file: [B, H, T, D], [B, Hkv, T, D]")
             command.add_argument("--rope-base", type=between(0, 1e30), metavar="X", help="these q and k are unrotated: "
                                  "rotate them with this base (default: they are as attention uses them)")
+        if name == "frontier":
+            command.add_argument("--sweep", action="store_true", help="instead, every axis, bits 2 to 4, group 16 to "
+                                 "128, window and RoPE order of the uniform quantizer: JSON lines, resumable")
+        if name == "calibration":
+            command.add_argument("--save", type=Path, metavar="FILE", help="write the calibration to FILE "
+                                 "(.safetensors)")
         if name == "memory":
             add = command.add_argument
             add("--config", default="LLaMA-7B", metavar="NAME",

@@ -8,18 +8,22 @@ from matplotlib.figure import Figure
 from kvmini.experiments import (
     ablation,
     blind,
-    flips,
+    calibrated,
+    frontier,
     groups,
     heads,
     key_order,
+    layers,
     massive,
     memory,
     principle,
+    reach,
     sinks,
     windows,
 )
 from kvmini.experiments.run import Result, Run
 from kvmini.plots import behaviour, phenomena
+from kvmini.plots import frontier as of_frontier
 from kvmini.plots.ablation import ablation as draw_ablation
 from kvmini.plots.memory import memory as draw_memory
 from kvmini.tables import BITS, KEY_ERRORS, NAME, PERPLEXITY, VALUE_ERRORS, Column, plus_minus, table
@@ -64,6 +68,12 @@ def _of(total: str) -> Callable[[dict], str]:
     return lambda row: f"{row['one_call_same']} of {row[total]}"
 
 
+def _over(row: dict) -> str:
+    return f"{100 * row['perplexity_ratio'] - 100:+.1f}"
+
+
+FLIPS = (("flip rate", "flip_rate", ".1%"), ("from", "flip_rate_low", ".1%"), ("to", "flip_rate_high", ".1%"),
+         ("of", "kept", "d"))
 EXPERIMENTS = {
     "ablate": Experiment(
         "the headline table: four ways to spend two bits", ablation.ablation,
@@ -142,12 +152,38 @@ EXPERIMENTS = {
                   ("as exact in\none call", "one_call_same", _of("one_call_items")), RECALL]},
         blind.findings, {"": behaviour.blind}, RECALL_NOTE, takes_policies=True),
     "flips": Experiment(
-        "instructions that the exact model keeps and a policy breaks, beside perplexity", flips.flips,
-        {"rows": [NAME, ("flip rate", "flip_rate", ".1%"), ("from", "flip_rate_low", ".1%"),
-                  ("to", "flip_rate_high", ".1%"),
-                  ("of", "kept", "d"), ("tried", "tried", "d"), ("perplexity", "perplexity", ".1f")]},
-        flips.findings, {"": behaviour.flips}, "from, to: Wilson's 95% interval; perplexity of the text, streamed.",
+        "instructions that the exact model keeps and a policy, or one layer alone, breaks", layers.flips_and_layers,
+        {"rows": [NAME, *FLIPS, ("tried", "tried", "d"), ("perplexity", "perplexity", ".1f")],
+         "layers": [("layer", "layer", "d"), *FLIPS],
+         "protocol": [NAME, ("layer", "layer", "d"), ("value", "value", ".0%"), ("from", "low", ".0%"),
+                      ("to", "high", ".0%"), ("flips before", "before", ".0%"), ("after", "after", ".0%")]},
+        layers.findings, {"": behaviour.flips, "-layers": of_frontier.layers},
+        "from, to: 95%, Wilson's, the protocol's by bootstrap; perplexity of the text, streamed.",
         tokens=512, takes_policies=True),
+    "frontier": Experiment(
+        "every method through the same cache: bits, perplexity, recall, counting, flips, cost", frontier.frontier,
+        {"rows": [NAME, *BITS, PERPLEXITY, ("over\nexact, %", "perplexity_ratio", _over), RECALL,
+                  ("\ncounting, %", "counting", plus_minus("counting")), ("flips,\n%", "flip_rate", ".0%"),
+                  ("\nfrom", "flip_rate_low", ".0%"), ("\nto", "flip_rate_high", ".0%"),
+                  ("step, times\nexact's", "step_ratio", ".2f")]},
+        frontier.findings, {"": of_frontier.frontier},
+        f"{BIT_NOTE}\nperplexity: streamed. step: of the path that dequantizes and then attends.\n{RECALL_NOTE}\n"
+        "flips: prompts and answers are shorter than a window of 128, so where there is one nothing of them is stored.",
+        tokens=1024, takes_policies=True),
+    "reach": Experiment(
+        "the policies found by search beside the papers' own, on two texts with intervals", reach.reach,
+        {"rows": [NAME, *BITS, ("perplexity over exact, %:\ntext", "rise_text", "+.2f"), ("\n±", "half_text", ".2f"),
+                  ("\ncode", "rise_code", "+.2f"), ("\n±", "half_code", ".2f"), ("\nmean", "rise_mean", "+.2f"),
+                  ("\n±", "half_mean", ".2f")]},
+        reach.findings, {"": of_frontier.reach}, f"{BIT_NOTE}\ncode: the source of Python's argparse; ±: 95%.",
+        tokens=2048, takes_policies=True),
+    "calibration": Experiment(
+        "what methods that measure beforehand are told about the model", calibrated.calibrated,
+        {"rows": [("\nlayer", "layer", "d"), ("largest\n|k|", "largest_key", ".1f"),
+                  ("largest\n|v|", "largest_value", ".1f"), ("widest channel\nof K", "widest_channel", ".1f"),
+                  ("keys outside\nhere, %", "outside", ".1%"), ("gradient^2,\nK over V", "gradient_ratio", ".3f"),
+                  ("levels of K\nat 2 bits", "key_levels", ""), ("levels of V\nat 2 bits", "value_levels", "")]},
+        calibrated.findings, {"": of_frontier.calibrated}),
     "principle": Experiment(
         "stored against consumed outside the cache; one channel or token lost", principle.principle,
         {"rows": [NAME, ("groups of", "group_size", "d"), ("stored, %", "stored", ".1f"),

@@ -1,7 +1,6 @@
 """What the commands do, once their arguments are parsed. Next file: `laws/law.py`."""
 
 import argparse
-import hashlib
 import json
 import time
 from dataclasses import replace
@@ -12,21 +11,41 @@ import torch
 from tqdm import tqdm
 
 from kvmini import policies
-from kvmini.catalogue import EXPERIMENTS, Experiment
+from kvmini.catalogue import EXPERIMENTS
 from kvmini.claims import CLAIMS
 from kvmini.claims import text as claims_text
 from kvmini.errors import KvminiError
 from kvmini.experiments import heads
 from kvmini.experiments.memory import memory as of_memory
-from kvmini.experiments.run import Result, Run
-from kvmini.files import FIGURES, check_writable, read_json, read_tensors, read_text, write_figure, write_json
+from kvmini.experiments.run import Run
+from kvmini.experiments.sweep import sweep
+from kvmini.files import (
+    check_writable,
+    read_json,
+    read_tensors,
+    read_text,
+    write_calibration,
+    write_json,
+)
 from kvmini.memory import GIB
 from kvmini.model import generate
+from kvmini.prepare import (
+    check_outputs,
+    check_policies,
+    chosen,
+    fingerprint,
+    load,
+    name_of,
+    prepare,
+    show,
+    title_of,
+    write_figures,
+)
 from kvmini.rope import Rope
 from kvmini.shapes import SHAPES, shape_of_config
-from kvmini.texts import prose, text_ids
+from kvmini.texts import text_ids
 from kvmini.tokenizer import Tokenizer
-from kvmini.weights import FILE_NAME, default_model, load_model
+from kvmini.weights import FILE_NAME, default_model
 
 PROMPT = "The lighthouse keeper opened the door and"
 
@@ -41,15 +60,42 @@ def experiment(args: argparse.Namespace) -> None:
         print(f"\n{time.perf_counter() - started:.0f} s on {torch.get_num_threads()} threads")
 
 
+def frontier(args: argparse.Namespace) -> None:
+    """All methods; or with --sweep every combination of the uniform quantizer."""
+    if not args.sweep:
+        return experiment(args)
+    if args.json is None or args.figure or args.policy or args.n_bits or args.group_size:
+        raise KvminiError("--sweep writes JSON lines to the file of --json, which it needs; it takes no --figure, "
+                          "--policy, --n-bits or --group-size")
+    check_writable(args.json)
+    run, source = prepare(args, EXPERIMENTS["frontier"].tokens)
+    del source["n_bits"], source["group_size"]
+    print(f"{sweep(run, source, args.json)} combinations in {args.json}")
+
+
+def calibration(args: argparse.Namespace) -> None:
+    """What a calibration says, and with --save the calibration itself."""
+    if args.save:
+        check_writable(args.save, (".safetensors",))
+    check_outputs(args)
+    run, source = prepare(args, EXPERIMENTS["calibration"].tokens)
+    show(args, source, title_of(source), EXPERIMENTS["calibration"].measure(run))
+    if args.save:
+        write_calibration(args.save, run.calibration)
+
+
 def memory(args: argparse.Namespace) -> None:
     """Bytes from a config alone; no model is loaded."""
     shape = SHAPES.get(args.config) or shape_of_config(args.config)
     group_size = args.group_size or gcd(32, shape.head_dim)
-    chosen = {name: policies.get(name, group_size=args.group_size) for name in args.policy}
+    for name in args.policy:
+        if policies.needs_calibration(name):
+            raise KvminiError(f"memory needs no model, but {name!r} is calibrated on one: give one that is not")
+    found = {name: policies.get(name, group_size=args.group_size) for name in args.policy}
     check_outputs(args)
     source = {"config": shape.name, "budget_gib": args.budget, "weight_bits": args.weight_bits, "batch": args.batch,
               "group_size": group_size}
-    result = of_memory(shape, chosen, int(args.budget * GIB), args.batch, args.weight_bits, group_size)
+    result = of_memory(shape, found, int(args.budget * GIB), args.batch, args.weight_bits, group_size)
     title = (f"{shape.name}, {args.weight_bits:g}-bit weights, batch {args.batch}, {args.budget:g} GiB, "
              f"groups of {group_size}")
     show(args, source, title, result)
@@ -71,28 +117,6 @@ def errors(args: argparse.Namespace) -> None:
     source = {"tensors": args.tensors.name, "tokens": q.shape[-2], "n_bits": n_bits, "group_size": group_size}
     title = f"{args.tensors.name}, {q.shape[-2]} tokens, {n_bits} bits, groups of {group_size}"
     show(args, source, title, heads.tensors(run, q, k, v, rope))
-
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """Before the long run, not after it."""
-    check_writable(args.json)
-    check_writable(args.figure, FIGURES)
-
-
-def show(args: argparse.Namespace, source: dict, title: str, result: Result) -> None:
-    """Print a result, and write it where asked."""
-    chosen = EXPERIMENTS[args.command]
-    print(f"{title}\n\n{chosen.text(result)}")
-    if args.json:
-        write_json(args.json, {"command": args.command, **source, **result})
-    if args.figure:
-        write_figures(args.figure, chosen, result, title)
-
-
-def write_figures(path: Path, chosen: Experiment, result: Result, title: str, more: str = "") -> None:
-    """The experiment's figures: the main one to `path`, others beside it, by name."""
-    for name, draw in chosen.draw.items():
-        write_figure(path.with_stem(f"{path.stem}{more}{name}"), draw(result, title))
 
 
 def claims(args: argparse.Namespace) -> None:
@@ -139,49 +163,25 @@ def kept(before: dict, content: dict, path: Path) -> dict:
         raise KvminiError(f"{path} is damaged: its results cannot be read; delete it, or give another file") from None
 
 
-def fingerprint(run: Run) -> str:
-    """Of the text's tokens and of the model's weights: names of files can stay while what is in them changes."""
-    digest = hashlib.sha256(run.ids.numpy().tobytes())
-    for parameter in run.model.parameters():
-        digest.update(parameter.detach().flatten()[:4096].float().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def prepare(args: argparse.Namespace, tokens: int) -> tuple[Run, dict]:
-    """The run that the arguments ask for, and what a result says of it."""
-    n_bits, group_size, tokens = args.n_bits or 2, args.group_size or 32, args.tokens or tokens
-    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in getattr(args, "policy", [])}
-    text = read_text(args.text) if args.text else prose("report")
-    model, tokenizer = load_model(args.model, progress=not args.quiet)
-    ids = text_ids(tokenizer, text, tokens, model)
-    source = {"model": _name(args.model, FILE_NAME), "text": _name(args.text, "report.txt"), "tokens": tokens,
-              "n_bits": n_bits, "group_size": group_size, "seed": args.seed}
-    return Run(model, tokenizer, ids, n_bits, group_size, args.seed, chosen, not args.quiet), source
-
-
-def title_of(source: dict) -> str:
-    return (f"{source['model']}, {source['text']}, {source['tokens']} tokens, {source['n_bits']} bits, "
-            f"groups of {source['group_size']}")
-
-
 def generate_text(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.text:
         raise KvminiError("give --prompt or --text, not both")
-    chosen = {name: policies.get(name, args.n_bits, args.group_size) for name in args.policy or ["exact"]}
+    names = args.policy or ["exact"]
+    check_policies(args, names)
     prompt = read_text(args.text) if args.text else PROMPT if args.prompt is None else args.prompt
     if not prompt:
         raise KvminiError("the prompt is empty: give at least one character")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise KvminiError("the prompt is not UTF-8 text")
     check_writable(args.json)
-    model, tokenizer = load_model(args.model, progress=not args.quiet)
+    model, tokenizer, given = load(args)
     ids = text_ids(tokenizer, prompt, args.tokens or len(tokenizer.encode(prompt)), model)
     if ids.shape[1] + args.max_new_tokens > model.config.context_length:
         raise KvminiError(f"{ids.shape[1]} prompt tokens and {args.max_new_tokens} new ones are past the model's "
                           f"context of {model.config.context_length}")
-    rows = []
-    for name, policy in chosen.items():
-        if len(chosen) > 1:
+    rows, run = [], Run(model, tokenizer, ids, given_calibration=given)
+    for name, policy in {name: chosen(args, name, run) for name in names}.items():
+        if len(names) > 1:
             print(f"--- {name}")
         before = ids[0].tolist()
         print(tokenizer.decode(before), end="", flush=True)
@@ -195,7 +195,7 @@ def generate_text(args: argparse.Namespace) -> None:
               f"\n[{name}: {ids.shape[1]} + {new.shape[1]} tokens, {speed:.1f} new tokens/s, "
               f"cache {cache.nbytes:,} bytes, {cache.bits_per_element:.2f} bits per element]")
     if args.json:
-        write_json(args.json, {"command": "generate", "model": _name(args.model, FILE_NAME), "seed": args.seed,
+        write_json(args.json, {"command": "generate", "model": name_of(args.model, FILE_NAME), "seed": args.seed,
                                "rows": rows})
 
 
@@ -217,7 +217,3 @@ class Stream:
 def fetch(args: argparse.Namespace) -> None:
     path = default_model(progress=not args.quiet)
     print(path if args.quiet else f"{path} ({path.stat().st_size:,} bytes, SHA-256 right)")
-
-
-def _name(path: Path | None, default: str) -> str:
-    return path.name if path else default

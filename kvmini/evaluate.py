@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvmini.attention import View
 from kvmini.cache import CachePolicy, KVCache
 from kvmini.errors import KvminiError, count_of
-from kvmini.metrics import Tap
 from kvmini.model import Llama, generate
+from kvmini.rope import Rope
 from kvmini.tokenizer import Tokenizer
 
 PASSAGE, CUE, ANSWER = 192, 24, 48  # tokens of a recall item: read, repeated as the question, to be continued
@@ -121,15 +122,27 @@ def filled(model: Llama, prompts: Tensor, policies: Iterable[CachePolicy | None]
 
     The prompts go through the model once, exactly, and are handed to every policy's cache.
     """
-    layers: list[tuple[Tensor, Tensor]] = []
-    tap = Tap(model.config.n_layers, model.config.rope, lambda layer, q, k, v: layers.append((k, v)))
-    model(prompts, tap, last_only=True)
-    del tap
+    recorder = _Recorder(model.config.n_layers, model.config.rope)
+    model(prompts, recorder, last_only=True)
+    given = recorder.given
+    del recorder
     for policy in policies:
         cache = model.new_cache(policy)
-        for layer, (k, v) in enumerate(layers):
-            cache.append(layer, k, v)
+        for layer, tensors in enumerate(given):
+            cache.append(layer, *tensors)
         yield cache
+
+
+class _Recorder(KVCache):
+    """An exact cache that remembers what each layer's `append` was given."""
+
+    def __init__(self, n_layers: int, rope: Rope):
+        super().__init__(n_layers, rope)
+        self.given: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def append(self, layer: int, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> tuple[View, View]:
+        self.given.append((k, v, layer_input))
+        return super().append(layer, k, v, layer_input)
 
 
 def right_tokens(model: Llama, prompts: Tensor, answers: Tensor,

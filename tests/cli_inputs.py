@@ -6,7 +6,8 @@ from gguf_files import byte_level
 
 from kvmini.__main__ import main
 
-SIZES = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden": 32, "ffn": 48, "context": 1024}
+SIZES = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "hidden": 64, "ffn": 48, "context": 1024}
+SETTINGS = "--model m.gguf --tokens 96 --quiet"
 
 
 def endless(**metadata):

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_the_package_says_the_same_reading_order():
     said = re.search(r"Reading order: (.*?)\. ", " ".join(kvmini.__doc__.split())).group(1)
     said = said.replace("; then the law-book", "").replace("; and", ",")
     assert [name.strip() for name in said.split(",")] == [name.removesuffix(".py") for name, _ in READING]
+
+
+def test_each_file_names_the_next():
+    names = [name for name, _ in READING]
+    for name, after in pairwise(names):
+        doc = " ".join(ast.get_docstring(ast.parse((ROOT / "kvmini" / name).read_text(encoding="utf-8"))).split())
+        said = re.search(r"Next(?: file)?: `([\w/]+\.py)`|`([\w/]+\.py)`, the next file", doc)
+        if said is not None:
+            said = said[1] or said[2]
+            assert after in (said, f"{Path(name).parent}/{said}"), f"{name} says {said}, the README {after}"
 
 
 def test_the_numbers_of_the_first_screen_are_counted():

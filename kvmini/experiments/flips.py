@@ -1,6 +1,6 @@
 """Accuracy is not all: instructions whose form the exact model keeps and a quantized cache breaks.
 
-Next file: `experiments/principle.py`.
+Next file: `experiments/layers.py`.
 """
 
 from dataclasses import replace
@@ -12,41 +12,29 @@ from kvmini.instructions import Instruction, answer, batches, instructions
 from kvmini.model import generate
 
 WANTED, NEW_TOKENS = 150, 32  # instructions kept by the exact model; tokens of an answer
+FEW = 60  # of them, where many policies are compared
 
 
 def flips(run: Run) -> Result:
-    """Of the instructions that the exact model keeps, the share that each policy breaks.
-
-    Instructions are tried on the exact model, largest batch first, until at least 150 are kept.
+    """Of the instructions that the exact model keeps, the share that each policy breaks, and that each layer breaks.
 
     Returns:
-        rows: one per policy, with flip_rate, its Wilson interval (95%), kept, tried, and the perplexity of the text.
+        rows: one per policy, with flip_rate, its Wilson interval (95%), kept, tried, and the perplexity of the text;
+        kinds: how many of each kind; layers, protocol: see `layers.py`.
     """
     chosen = {"exact": None, f"the right axes, {run.n_bits} bits": run.policy("per_channel", "per_token")}
     if run.n_bits <= 4:
         finer = replace(run, n_bits=2 * run.n_bits)
         chosen[f"the right axes, {2 * run.n_bits} bits"] = finer.policy("per_channel", "per_token")
     chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
-    candidates = instructions()
-    lots = sorted((places for places, _ in batches(run.tokenizer, candidates)), key=len, reverse=True)  # fewest calls
-    kept: list[Instruction] = []
-    tried = 0
     with run.bar(len(chosen) + 1, "selecting instructions") as bar:
-        while len(kept) < WANTED and lots:
-            likely = 2 * (WANTED - len(kept))  # of the last batch, no more than can be needed
-            lot = [candidates[i] for i in lots.pop(0)[:likely]]
-            tried += len(lot)
-            (keeps,) = _keeps(run, lot, [None])
-            kept += [instruction for instruction, keep in zip(lot, keeps, strict=True) if keep]
+        kept, tried = kept_instructions(run, WANTED)
         bar.update()
         rows = [settings(name, as_streamed(policy)) for name, policy in chosen.items()]
-        bar.set_description("answers")
-        answers = _keeps(run, kept, list(chosen.values()))  # exact again, in other batches: what rounding alone flips
+        answers = list(answered(run, kept, list(chosen.values())))  # exact again: what rounding alone flips
+        bar.set_description("perplexity")
         for row, policy, keeps in zip(rows, chosen.values(), answers, strict=True):
-            flipped = len(kept) - sum(keeps)
-            low, high = wilson(flipped, len(kept)) if kept else (None, None)
-            row |= {"flip_rate": flipped / len(kept) if kept else None, "flip_rate_low": low, "flip_rate_high": high,
-                    "kept": len(kept), "tried": tried} | perplexity_and_bits(run, as_streamed(policy))
+            row |= rates(keeps) | {"tried": tried} | perplexity_and_bits(run, as_streamed(policy))
             bar.update()
     kinds = sorted({instruction.kind for instruction in kept})
     by_kind = [{"kind": kind, "kept": sum(i.kind == kind for i in kept)} | {
@@ -55,7 +43,29 @@ def flips(run: Run) -> Result:
     return {"rows": rows, "kinds": by_kind}
 
 
-def _keeps(run: Run, asked: list[Instruction], policies: list) -> list[list[bool]]:
+def kept_instructions(run: Run, wanted: int) -> tuple[list[Instruction], int]:
+    """Instructions that the exact model keeps, largest batch first until there are enough; and how many were tried."""
+    candidates = instructions()
+    lots = sorted((places for places, _ in batches(run.tokenizer, candidates)), key=len, reverse=True)  # fewest calls
+    kept: list[Instruction] = []
+    tried = 0
+    while len(kept) < wanted and lots:
+        likely = 2 * (wanted - len(kept))  # of the last batch, no more than can be needed
+        lot = [candidates[i] for i in lots.pop(0)[:likely]]
+        tried += len(lot)
+        (keeps,) = answered(run, lot, [None])
+        kept += [instruction for instruction, keep in zip(lot, keeps, strict=True) if keep]
+    return kept, tried
+
+
+def rates(keeps: list[bool]) -> Row:
+    """The flip rate of instructions that the exact model keeps, None of none, and its interval."""
+    flipped, n = len(keeps) - sum(keeps), len(keeps)
+    low, high = wilson(flipped, n) if n else (None, None)
+    return {"flip_rate": flipped / n if n else None, "flip_rate_low": low, "flip_rate_high": high, "kept": n}
+
+
+def answered(run: Run, asked: list[Instruction], policies: list) -> list[list[bool]]:
     """Which answers have the form that was asked for, for each policy; greedy, prompts handed over first."""
     keeps = [[False] * len(asked) for _ in policies]
     for places, ids in batches(run.tokenizer, asked):

@@ -8,14 +8,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvmini.cache import QuantizedKVCache
-from kvmini.evaluate import counting, counting_items, recall, recall_items
-from kvmini.experiments.run import Result, Run, as_streamed, mean_and_error, perplexity_and_bits, settings
+from kvmini.experiments.run import Result, Run, as_streamed, perplexity_and_bits, recall_and_counting, settings
 from kvmini.phenomena import exact_layers
 from kvmini.store import QuantizedStore
-from kvmini.texts import prose
 
 RESIDUALS = (0, 16, 32, 64, 128)
-RECALLED = 20  # tokens of each recall answer that are asked for here
 
 
 def residual(run: Run) -> Result:
@@ -29,15 +26,8 @@ def residual(run: Run) -> Result:
                                 for n in RESIDUALS}
     chosen |= {name: policy for name, policy in run.policies.items() if name != "exact"}
     rows = [settings(name, as_streamed(policy)) for name, policy in chosen.items()]
-    passages, answers = recall_items(run.tokenizer, prose("report"), seed=run.seed)
-    tasks = {"recall": (recall, (passages, answers[:, :RECALLED])),
-             "counting": (counting, counting_items(run.tokenizer, prose("report"), seed=run.seed))}
     with run.bar(3 * len(rows)) as bar:
-        for name, (task, (prompts, answers)) in tasks.items():
-            bar.set_description(name)
-            for row, shares in zip(rows, task(run.model, prompts, answers, chosen.values()), strict=True):
-                row[name], row[f"{name}_standard_error"] = mean_and_error(shares)
-                bar.update()
+        recall_and_counting(run, rows, list(chosen.values()), bar)
         for row, policy in zip(rows, chosen.values(), strict=True):
             bar.set_description(f"perplexity, {row['name']}")
             row.update(perplexity_and_bits(run, as_streamed(policy)))

@@ -1,4 +1,4 @@
-"""Weights and cache as a picture. Next file: `catalogue.py`."""
+"""Weights and cache as a picture. Next file: `plots/frontier.py`."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
