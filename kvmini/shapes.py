@@ -23,6 +23,7 @@ class Shape:
     head_dim: int
     n_parameters: int
     n_read: int | None = None
+    hidden: int = 0  # numbers of a layer's input, which rematerialisation keeps
 
     def token_nbytes(self, bits: float = 16) -> int:
         """Bytes of one token's keys and values, all `bits` wide."""
@@ -50,7 +51,7 @@ def decoder(name: str, n_layers: int, hidden: int, n_heads: int, n_kv_heads: int
     n_parameters = (n_layers * (attention + experts * expert + router + norms * norm) + final_norm * norm
                     + (1 if tied else 2) * table + (embedding != hidden) * 2 * hidden * embedding + positions * hidden)
     idle = n_layers * (experts - active) * expert + (not tied) * table + positions * hidden
-    return Shape(name, n_layers, n_kv_heads, head_dim, n_parameters, n_parameters - idle)
+    return Shape(name, n_layers, n_kv_heads, head_dim, n_parameters, n_parameters - idle, hidden)
 
 
 CLASSIC = {"tied": True, "gated": False, "norm_parts": 2}

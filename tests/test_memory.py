@@ -133,6 +133,24 @@ def test_a_quantizer_of_its_own_for_each_layer():
     assert Footprint(SMALL, policy).period == 8
 
 
+@given(st.sampled_from(["k=normalized+per_token:3:8,v=per_channel:3:8,symmetric,sinks=3,residual=5",
+                        "k=normalized+per_channel:2:48,v=hadamard+per_token:2:8,pre-rope,v-residual=7",
+                        "k=e4m3,v=hybrid:per_channel:2:8,sinks=1", "k=exact,v=outliers+per_token:2:8",
+                        "x=per_token:2:16,residual=128,sinks=2", "x=per_channel:3:8"]),
+       st.integers(1, 300), st.integers(1, 3))
+def test_bytes_of_methods_that_wait_and_of_layer_inputs_are_those_of_a_real_cache(spelled, n, batch):
+    policy = policies.get(spelled)
+    model = Llama(Config(2, 2 * HKV, HKV, D, 32, 64, 100, 512, 1e-5, Rope(D)))
+    cache = policy.new_cache(model)
+    for layer in range(2):
+        k, v = torch.randn(2, batch, HKV, n, D)
+        cache.append(layer, k, v, torch.randn(batch, n, 32))
+    shape = shape_of_model(model.config)
+    assert cache_nbytes(shape, policy, n, batch, 32) == cache.nbytes
+    footprint = Footprint(shape, policy, 32)
+    assert footprint.peak(n) == max(map(footprint.nbytes, range(n + 1)))
+
+
 @given(cache_policies(), st.integers(0, 120))
 def test_the_peak_is_the_most_on_the_way(policy, n):
     footprint = Footprint(SMALL, policy)
