@@ -171,6 +171,7 @@ def folded(model: Llama, factors: list[Tensor]) -> Iterator[Llama]:
     try:
         with torch.no_grad():
             for layer, factor in zip(model.layers, factors, strict=True):
+                factor = factor.double()  # float32 would not have its inverse
                 rows = {layer.attention.k: 1 / factor.flatten(),
                         layer.attention.q: factor.repeat_interleave(shared, dim=0).flatten()}
                 for linear, times in rows.items():

@@ -118,18 +118,21 @@ def static_tensor(bits: int, side: str, sample: Sample) -> Quantizer:
     return nonuniform.StaticQuantizer(nonuniform.even_levels(bits), -size, size)
 
 
+FLOAT8_SCALES = {"per_tensor": float8.scale_of, "per_head": float8.scale_of_heads}
+
+
 def float8_scale(format: str, per: str | None, sample: Sample | None) -> Quantizer:
     """Scale 1, or calibrated over the tensor or over each head."""
-    measure = {"per_tensor": float8.scale_of, "per_head": float8.scale_of_heads}
-    return float8.Float8Quantizer(format, measure[per](sample.x, format)) if per else float8.Float8Quantizer(format)
+    return float8.Float8Quantizer(format, FLOAT8_SCALES[per](sample.x, format) if per else 1.0)
 
 
 CALIBRATED = {"nonuniform": nonuniform_, "static": static, "static-tensor": static_tensor}  # grids of BITS alone
 UNIFORM = {"hybrid": HybridQuantizer, "least_squares": LeastSquaresQuantizer}  # of AXIS:BITS:GROUP, as the plain grid
 SIDE = (f"[MODIFIER+...]GRID with MODIFIER one of {', '.join(MODIFIERS)} and GRID one of AXIS:BITS:GROUP (AXIS one of "
         f"{', '.join(axes.AXES)}), {', '.join(f'{name}:AXIS:BITS:GROUP' for name in UNIFORM)}, "
-        f"{', '.join(f'{name}:BITS' for name in CALIBRATED)}, e4m3, e5m2 (either with :per_tensor or :per_head), "
-        "exact, MODULE:FACTORY:BITS:GROUP, MODULE:FACTORY:AXIS:BITS:GROUP")
+        f"{', '.join(f'{name}:BITS' for name in CALIBRATED)}, "
+        f"{', '.join(float8.FORMATS)} (these two also with :{' or :'.join(FLOAT8_SCALES)}), exact, "
+        "MODULE:FACTORY:BITS:GROUP, MODULE:FACTORY:AXIS:BITS:GROUP")
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,10 @@ class Spelled:
                 raise KvminiError(f"unknown modifier {modifier!r} in {self.side}={self.text!r}: it must be {SIDE}")
         if self.side == "x" and self.needs_calibration:
             raise KvminiError(f"x={self.text!r} needs a calibration, which is one of keys and values only")
+        _, normalized, behind = self.text.partition("normalized+")
+        if normalized and Spelled(behind, self.side).needs_calibration:
+            raise KvminiError(f"in {self.side}={self.text!r} nothing behind 'normalized', whose factors are each "
+                              "sequence's own, can learn from calibration text: say 'scaled', or put it before")
 
     @property
     def modifiers(self) -> list[str]:
@@ -160,8 +167,9 @@ class Spelled:
     @property
     def needs_calibration(self) -> bool:
         asks = {"reordered", "scaled", "svd"} | ({"outliers"} if self.side == "k" else set())
-        return bool(asks & {*self.modifiers} or self.grid[0] in CALIBRATED or self.grid[1:2] in (["per_tensor"],
-                                                                                                ["per_head"]))
+        kind, *words = self.grid
+        return bool(asks & {*self.modifiers} or kind in CALIBRATED
+                    or (kind in float8.FORMATS and words and words[0] in FLOAT8_SCALES))
 
     def quantizer(self, calibration: Calibration | None = None, layer: int = 0) -> Quantizer:
         """That layer's quantizer."""
@@ -181,7 +189,7 @@ class Spelled:
         kind, *words = self.grid
         if kind == "exact" and not words:
             return ExactQuantizer()
-        if kind in float8.FORMATS and (not words or words[0] in ("per_tensor", "per_head")):
+        if kind in float8.FORMATS and (not words or words[0] in FLOAT8_SCALES):
             return float8_scale(kind, *words or [None], sample)
         if kind in CALIBRATED and len(words) == 1:
             return CALIBRATED[kind](self._number(words[0], "bits", self.n_bits), self.side, sample)

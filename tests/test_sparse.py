@@ -26,7 +26,8 @@ def merged(x):
 
 
 def half(x):
-    return x.astype(np.float16).astype(x.dtype)
+    """Float64 goes by way of float32, as in torch."""
+    return x.astype(np.float32).astype(np.float16).astype(x.dtype)
 
 
 # --- which numbers are outliers
@@ -53,7 +54,7 @@ def test_beyond_known_thresholds_numbers_are_kept_and_leave_the_end_of_the_range
     assert 0 < len(places) < x.numel() / 2
     assert (stored.parts["channels"].numpy()[:, 0] == places[:, 2]).all()
     outlier = merged(torch.from_numpy(outlier))
-    assert (stored.parts["values"].numpy()[:, 0] == merged(x)[outlier].astype(np.float16)).all()
+    assert (stored.parts["values"].numpy()[:, 0] == half(merged(x)[outlier])).all()
     assert (stored.parts["counts"][:, 0, :, 0].numpy() == outlier.sum(-1)).all()
 
 
@@ -84,7 +85,7 @@ def test_an_outlier_spares_the_others_its_range():
     x[..., 7] = 100.0
     grid = UniformQuantizer(2, "per_token", 64)
     errors = [(q.dequantize(q.quantize(x)) - x).norm() for q in (grid, TopOutliers(grid))]
-    assert errors[1] < errors[0] / 10
+    assert errors[1] < errors[0] / 5  # from 0 .. 1 the root mean square to 0 is 1/sqrt(3), to a level 1/(3 sqrt(12))
 
 
 # --- KVQuant whole
@@ -92,7 +93,7 @@ def test_an_outlier_spares_the_others_its_range():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_kvquant_as_in_numpy(bits):
     """Keys: thresholds and ranges of other text, levels fitted to it; values: their own; outliers of both apart."""
-    known, x = tokens(300, seed=5)[1][0] ** 3, tokens(20, batch=2)[1] ** 3
+    known, x = tokens(300, seed=5)[1][0] ** 3 / 8, tokens(20, batch=2)[1] ** 3 / 8
     low, high = (np.quantile(known.numpy(), at, axis=1, keepdims=True).astype(np.float32).astype(np.float64)
                  for at in (0.005, 0.995))
     book = Codebook(torch.linspace(-1, 1, 2**bits).double() ** 3).normalized(torch.rand(999).double() - 0.5)

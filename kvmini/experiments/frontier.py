@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from kvmini.cache import KVCache
-from kvmini.experiments.flips import FEW, answered, kept_instructions, rates
+from kvmini.experiments.flips import answered, kept_instructions, rates
 from kvmini.experiments.run import (
     Result,
     Run,
@@ -24,6 +24,7 @@ from kvmini.policies import get
 SHOWN = ("kivi-2", "kivi-4", "kvquant-2", "kvquant-3", "kvquant-4", "rotatekv-2", "rotatekv-3", "rotatekv-4",
          "innerq-small", "innerq-hybrid", "innerq-base", "xquant-2", "xquant-4", "xquant-svd-2", "xquant-svd-4",
          "fp8-e4m3", "fp8-e5m2", "found-2.5", "found-3", "found-4.5")
+INSTRUCTIONS, COUNTED = 40, 30  # for each of so many policies, fewer than elsewhere
 STEPS = 5  # decode steps that are timed, after one that is not
 
 
@@ -43,9 +44,9 @@ def frontier(run: Run) -> Result:
             cache = run.model.new_cache(as_streamed(policy))
             row |= perplexity_and_bits(run, policy, cache=cache) | {"step_ms": 1000 * step_seconds(run, cache)}
             bar.update()
-        recall_and_counting(run, rows, list(chosen.values()), bar)
+        recall_and_counting(run, rows, list(chosen.values()), bar, COUNTED)
         bar.set_description("flips")
-        kept, tried = kept_instructions(run, FEW)
+        kept, tried = kept_instructions(run, INSTRUCTIONS)
         bar.update()
         for row, keeps in zip(rows, answered(run, kept, list(chosen.values())), strict=True):
             row |= rates(keeps) | {"tried": tried}

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Result = dict[str, Any]  # "rows", and further lists of rows
 AXES = ("per_token", "per_channel")
 CALIBRATED_ON = 4 * PASSAGE  # tokens of calibration.txt
-RECALLED = 20  # tokens of each recall answer that are asked for beside counting
+RECALLED, COUNTED = 20, 60  # tokens of each recall answer that are asked for beside counting; items of counting
 AXIS_CHOICES = tuple((key, value) for key in AXES for value in AXES)
 
 
@@ -131,12 +131,13 @@ def errors_and_perplexity(run: Run, policies: dict[str, Policy | None]) -> list[
     return rows
 
 
-def recall_and_counting(run: Run, rows: list[Row], policies: Sequence[Policy | None], bar: tqdm) -> None:
+def recall_and_counting(run: Run, rows: list[Row], policies: Sequence[Policy | None], bar: tqdm,
+                        counted: int = COUNTED) -> None:
     """Two generation tasks into each policy's row: verbatim recall, and counting on; with their standard errors."""
     text = prose("report")
     passages, answers = recall_items(run.tokenizer, text, seed=run.seed)
     tasks = {"recall": (recall, (passages, answers[:, :RECALLED])),
-             "counting": (counting, counting_items(run.tokenizer, text, seed=run.seed))}
+             "counting": (counting, counting_items(run.tokenizer, text, counted, seed=run.seed))}
     for name, (task, (prompts, answers)) in tasks.items():
         bar.set_description(name)
         for row, shares in zip(rows, task(run.model, prompts, answers, policies), strict=True):

@@ -144,6 +144,8 @@ class ClippedQuantizer(TransformedQuantizer):
     which for a group of one sign (all of them may be, once channels are sorted by their mean) cuts off the wrong
     end: 10 .. 11 becomes 8 .. 8.8.
 
+    Raises:
+        KvminiError for an inner quantizer without groups.
     Example:
         >>> x = torch.tensor([[0.0, 3.0, 4.0, 10.0]])
         >>> ClippedQuantizer(UniformQuantizer(2, "per_token", 4), ratio=0.8).forward(x).tolist()
@@ -156,6 +158,10 @@ class ClippedQuantizer(TransformedQuantizer):
 
     inner: UniformQuantizer
     ratio: float = 0.8
+
+    def __post_init__(self):
+        if not hasattr(self.inner, "group_size"):
+            raise KvminiError(f"clipping goes around a grid with groups, not around {type(self.inner).__name__}")
 
     def forward(self, x: Tensor) -> Tensor:
         groups = axes.split(x, self.inner.axis, self.inner.group_size)
