@@ -22,14 +22,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from kvmini import policies
 from kvmini.cache import CachePolicy, KVCache, QuantizedKVCache
+from kvmini.calibration import Calibration, calibrate
 from kvmini.errors import KvminiError
 from kvmini.model import Config, Llama, generate
 from kvmini.quantizers.base import Quantizer, Stored
 from kvmini.quantizers.uniform import UniformQuantizer
+from kvmini.remat import RematPolicy
 from kvmini.rope import Rope
 from kvmini.store import Side
 from kvmini.tokenizer import Tokenizer
 from kvmini.weights import load_model
 
-__all__ = ["CachePolicy", "Config", "KVCache", "KvminiError", "Llama", "QuantizedKVCache", "Quantizer", "Rope", "Side",
-           "Stored", "Tokenizer", "UniformQuantizer", "generate", "load_model", "policies"]
+__all__ = ["CachePolicy", "Calibration", "Config", "KVCache", "KvminiError", "Llama", "QuantizedKVCache", "Quantizer",
+           "RematPolicy", "Rope", "Side", "Stored", "Tokenizer", "UniformQuantizer", "calibrate", "generate",
+           "load_model", "policies"]

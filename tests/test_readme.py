@@ -97,6 +97,14 @@ def test_the_claims_are_those_of_the_committed_run():
     assert wanted == len({row["number"] for row in rows})
 
 
+@pytest.mark.parametrize("name", ["frontier", "reach"])
+def test_the_frontier_is_that_of_the_committed_runs(name):
+    result = json.loads((ROOT / "notebooks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    assert table(result["rows"], EXPERIMENTS[name].columns["rows"]) in README
+    for sentence in EXPERIMENTS[name].findings(result)[:3 if name == "reach" else 1]:
+        assert sentence in " ".join(README.split())
+
+
 def test_the_table_of_public_quantizers_is_that_of_the_committed_run():
     result = json.loads((ROOT / "notebooks" / "results" / "laws.json").read_text(encoding="utf-8"))
     assert matrix(result["rows"]) in README and f"profile `{result['profile']}`" in README
