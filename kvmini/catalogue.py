@@ -168,7 +168,8 @@ EXPERIMENTS = {
                   ("step, times\nexact's", "step_ratio", ".2f")]},
         frontier.findings, {"": of_frontier.frontier},
         f"{BIT_NOTE}\nperplexity: streamed. step: of the path that dequantizes and then attends.\n{RECALL_NOTE}\n"
-        "flips: prompts and answers are shorter than a window of 128, so where there is one nothing of them is stored.",
+        "flips: prompts and answers are shorter than a window of 128, so where there is one nothing is stored.\n"
+        "recall: what waits for a group of 128, or for InnerQ's first 128 tokens, is exact: here all such keys.",
         tokens=1024, takes_policies=True),
     "reach": Experiment(
         "the policies found by search beside the papers' own, on two texts with intervals", reach.reach,

@@ -101,7 +101,8 @@ def findings(result: Result) -> list[str]:
                 f"{', '.join(map(str, critical)) or 'none'}.")
     for row, what in ((pcr, "one range per channel there instead of one per tensor"),
                       (recovery, "keeping it exact, the others quantized")):
-        unknown = row["value"] is None or row["low"] is None or row["high"] - row["low"] > 0.5
+        broken_anyway = row["before"] == row["after"] == 1  # then drawing again gives an interval of no width
+        unknown = broken_anyway or row["low"] is None or row["high"] - row["low"] > 0.5
         value = "undefined" if row["value"] is None else f"{row['value']:.0%} ({row['low']:.0%} to {row['high']:.0%})"
         said.append(f"{row['name']} ({what}): {value}, from {row['before']:.0%} to {row['after']:.0%} flips"
                     + ("; this model cannot tell." if unknown else "."))
