@@ -1,4 +1,4 @@
-"""The layer protocol: one layer at a time is one layer, and what an interval cannot say is not said."""
+"""Layers and reach: one layer at a time is one layer; what an interval cannot say is not said; what was found holds."""
 
 import pytest
 import torch
@@ -6,8 +6,12 @@ from test_model import small
 from test_remat import ids_of, logits
 
 from kvmini import policies
+from kvmini.evaluate import log_losses
 from kvmini.experiments.layers import findings, only, share_avoided
+from kvmini.experiments.reach import CHOSEN, rise
+from kvmini.experiments.run import Run, as_streamed
 from kvmini.quantizers.exact import ExactQuantizer
+from kvmini.texts import prose, text_ids
 
 POLICY = policies.get("k=per_token:2:8,v=per_channel:2:8,sinks=2,pre-rope")
 
@@ -51,3 +55,20 @@ def test_a_share_is_that_of_the_flips_and_its_interval_covers_it():
     assert (row["before"], row["after"], row["layer"]) == (flips[0] / 200, flips[1] / 200, 3)
     width = 2 * 1.96 * (row["value"] * (1 - row["value"]) / flips[0]) ** 0.5  # a binomial share of those before
     assert row["high"] - row["low"] == pytest.approx(width, rel=0.2)
+
+
+# --- the methods, in small, on the real model
+
+@pytest.mark.slow
+def test_the_found_policies_cost_less_than_the_papers_and_the_order_of_channels_pays(loaded32):
+    """512 tokens of the text that nothing was searched on; the sizes are left to the committed run."""
+    model, tokenizer = loaded32
+    run = Run(model, tokenizer, text_ids(tokenizer, prose("report"), 512, model))
+    exact = log_losses(model, run.ids, model.new_cache())
+    cost = {}
+    for name in ("kivi-2", "kvquant-2", "rotatekv-2", "rotated alike, 2 bits", "found-2.5", "found-4.5"):
+        policy = as_streamed(policies.get(CHOSEN[name], calibration=run.calibration))
+        cost[name] = rise(log_losses(model, run.ids, model.new_cache(policy)), exact)[0]
+    assert cost["found-4.5"] < cost["found-2.5"] < min(cost["kivi-2"], cost["kvquant-2"], cost["rotatekv-2"])
+    assert cost["rotatekv-2"] < cost["rotated alike, 2 bits"] / 2
+    assert abs(cost["found-4.5"]) < 2
