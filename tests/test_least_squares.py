@@ -50,7 +50,7 @@ def test_four_numbers_at_one_bit_by_hand():
 @given(st.sampled_from(AXES), st.integers(1, 8), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
        st.sampled_from(FLOATS), st.sampled_from([1e-6, 1.0, 300.0]), st.integers(0, 999))
 def test_no_group_is_worse_than_on_the_even_grid(axis, bits, scale_dtype, dtype, size, seed):
-    x = (numbers(seed, T=16) * size).clamp(-6e4, 6e4).to(dtype)
+    x = (numbers(seed, T=16) * size).clamp(-3e4, 3e4).to(dtype)  # its range fits float16
     even, fitted = (q(bits, axis, G, scale_dtype=scale_dtype).quantize(x)
                     for q in (UniformQuantizer, LeastSquaresQuantizer))
     two_sums = 1 + 2 * G * np.finfo(np.float64).eps  # of the same squares, in numpy's order and in torch's

@@ -94,10 +94,9 @@ def test_every_modifier_goes_around_every_grid_or_says_why_not(modifier, grid, k
     uniform = grid.startswith(("per_", "hybrid", "least"))
     model, ids = known[0], ids_of(200)
     for side in "kv":
-        quantizer = Spelled(spelled, side)
         if not fits or (modifier == "clipped" and not uniform):
             with pytest.raises(KvminiError) as error:
-                quantizer.quantizer(known[1])
+                Spelled(spelled, side).quantizer(known[1])
             assert "\n" not in str(error.value)
             continue
         policy = policies.get(f"k={spelled},v=exact,pre-rope" if side == "k" else f"k=exact,v={spelled}",
@@ -159,6 +158,8 @@ def test_float8_is_of_scale_1_or_of_the_largest_number(known):
     ("k=hybrid:per_token:1:16,v=exact", "hybrid n_bits"), ("x=per_token:2:64,v=exact", "x= alone"),
     ("x=per_token:2:64,pre-rope", "leave it out"), ("x=nonuniform:3", "of keys and values only"),
     ("x=e4m3:per_tensor", "of keys and values only"), ("x=reordered+per_token:2:16", "of keys and values only"),
+    ("k=normalized+reordered+per_token:2:16,v=exact", "each sequence's own"),
+    ("k=normalized+outliers+per_token:2:16,v=exact", "each sequence's own"),
     ("k=exact,v=exact,sinks=small", "sinks must be")])
 def test_a_bad_word_is_named(policy, says, known):
     with pytest.raises(KvminiError, match=says) as error:
