@@ -99,6 +99,13 @@ def test_the_claims_are_those_of_the_committed_run():
     assert wanted == len({row["number"] for row in rows})
 
 
+def test_the_longer_reach_is_that_of_the_committed_run():
+    result = json.loads((ROOT / "notebooks" / "results" / "reach-4096.json").read_text(encoding="utf-8"))
+    said = ", ".join(f"{row['name']} {row['rise_mean']:+.2f}% ± {row['half_mean']:.2f}"
+                     for row in result["rows"] if row["name"].startswith("found"))
+    assert said in " ".join(README.split()) and result["tokens"] == 4096
+
+
 @pytest.mark.parametrize("name", ["frontier", "reach"])
 def test_the_frontier_is_that_of_the_committed_runs(name):
     result = json.loads((ROOT / "notebooks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
