@@ -88,13 +88,13 @@ METHODS = {  # class -> how it is made of heads, channels, bits, axis and group;
 FROZEN = {
     "Float8Quantizer": "L03 L09 L18",
     "HadamardQuantizer": "L02 L03 L04 L05 L06 L07 L08 L09 L11 L16 L18 L19 L23 L24",
-    "ReorderedQuantizer": "L03 L04 L05 L07 L08 L11 L16 L18 L19 L23 L24",
-    "ClippedQuantizer": "L03 L06 L09 L16 L18 L23 L24",
+    "ReorderedQuantizer": "L03 L04 L05 L06 L07 L08 L11 L16 L18 L19 L23 L24",
+    "ClippedQuantizer": "L03 L06 L09 L11 L16 L18 L23 L24",
     "ScaledQuantizer": "L03 L04 L05 L06 L08 L09 L11 L16 L18 L19 L23 L24",
     "NormalizedQuantizer": "L03 L04 L05 L06 L07 L08 L09 L11 L14 L16 L18 L19 L20 L23 L24 L27",
     "BasisQuantizer": "L02 L03 L04 L05 L06 L07 L08 L09 L11 L16 L18 L19 L20 L23 L24 L25",
-    "HybridQuantizer": "L04 L06 L09 L11 L16 L23 L24", "LeastSquaresQuantizer": "L03 L06 L09 L11 L23 L24",
-    "StaticQuantizer": "L02 L03 L04 L05 L08 L09 L18 L19 L24", "TokenwiseQuantizer": "L03 L06 L07 L08 L18 L19 L24",
+    "HybridQuantizer": "L04 L06 L09 L11 L16 L23 L24", "LeastSquaresQuantizer": "L03 L06 L09 L11 L18 L23 L24",
+    "StaticQuantizer": "L02 L03 L04 L05 L08 L09 L18 L19 L24", "TokenwiseQuantizer": "L02 L03 L06 L07 L08 L18 L19 L24",
     "StaticOutliers": "L03 L04 L05 L06 L07 L08 L09 L11 L16 L18 L19 L23 L24 L27",
     "TopOutliers": "L03 L04 L05 L06 L07 L08 L09 L11 L16 L18 L19 L23 L24 L27"}
 QUANTIZER_LAWS = [law for law in LAWS if law.kind == "quantizer"]
@@ -129,4 +129,5 @@ def test_a_method_holds_every_law_that_it_promises(method, powers_of_two):
     found = offered(method)
     verdicts = [judge(law, found, variant, "ci") for law in QUANTIZER_LAWS for variant in found.variants_of(law)]
     assert not [str(verdict) for verdict in verdicts if verdict.outcome == "broken"]
-    assert sum(verdict.outcome == "kept" for verdict in verdicts) > 8
+    kept = {verdict.law.number for verdict in verdicts if verdict.outcome == "kept"}  # L24 asks for 6 bits or fewer
+    assert kept >= {law.number for law in QUANTIZER_LAWS if not law.needs} - {*method.does_not_promise, "L24"}

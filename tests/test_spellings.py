@@ -87,7 +87,7 @@ def test_every_side_of_every_named_policy_loses_something_and_nothing_wild(known
 
 # --- words
 
-@pytest.mark.parametrize(("modifier", "grid"), product(["", *MODIFIERS], GRIDS))
+@pytest.mark.parametrize(("modifier", "grid"), [*product(["", *MODIFIERS], GRIDS)])
 def test_every_modifier_goes_around_every_grid_or_says_why_not(modifier, grid, known):
     spelled = f"{modifier}+{grid}" if modifier else grid
     fits = modifier != "normalized" or (grid.split(":")[0] not in CALIBRATED and not grid.endswith(("tensor", "head")))

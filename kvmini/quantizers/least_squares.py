@@ -35,7 +35,7 @@ class LeastSquaresQuantizer(UniformQuantizer):
     """
 
     does_not_promise: ClassVar[dict[str, str]] = {
-        "L03": "the ends of a group may be further off, for the sake of the others",
+        **dict.fromkeys(("L03", "L18"), "the ends of a group may be further off, for the sake of the others"),
         "L06": "the grid is fitted again", "L09": "its iteration may end elsewhere",
         "L11": "more bits make the sum better, not every element",
         "L23": "the fitted scale may be the wider one", "L24": "levels are fitted, not given"}

@@ -156,8 +156,8 @@ class TokenwiseQuantizer(Quantizer):
     """
 
     does_not_promise: ClassVar[dict[str, str]] = {
-        "L03": UNEVEN, "L06": UNEVEN, "L07": "the heads of one token share a range",
-        "L08": "there is no per_channel kin of it", "L18": UNEVEN, "L19": "the heads of one token share a range",
+        **dict.fromkeys(("L02", "L07", "L19"), "the heads of one token share a range"), "L03": UNEVEN, "L06": UNEVEN,
+        "L08": "there is no per_channel kin of it", "L18": UNEVEN,
         "L24": "the levels are those of the token's own range"}
 
     codebook: Codebook

@@ -113,7 +113,7 @@ class ReorderedQuantizer(TransformedQuantizer):
     """
 
     does_not_promise: ClassVar[dict[str, str]] = INSIDE | dict.fromkeys(
-        ("L03", "L04", "L05", "L07", "L08", "L11", "L19"), "a group's channels stand apart, and in several heads")
+        ("L03", "L04", "L05", "L06", "L07", "L08", "L11", "L19"), "a group's channels stand apart, in several heads")
 
     order: Tensor
 
@@ -154,7 +154,8 @@ class ClippedQuantizer(TransformedQuantizer):
 
     does_not_promise: ClassVar[dict[str, str]] = {
         **INSIDE, "L03": "what is clipped is off by more than half a step", "L06": "clips again what was clipped",
-        "L09": "where the range is cut is rounded"}
+        "L09": "where the range is cut is rounded",
+        "L11": "a finer grid comes nearer to the cut end, not to what was cut"}
 
     inner: UniformQuantizer
     ratio: float = 0.8
