@@ -49,3 +49,12 @@ def cache_policies(prefills=PREFILLS):
 def bodies_equal(a, b):
     return all(x.body.shape == y.body.shape and all(torch.equal(x.body.parts[p], y.body.parts[p]) for p in x.body.parts)
                for x, y in zip(a.keys + a.values, b.keys + b.values, strict=True))
+
+
+def comes_back(quantizer, dtype):
+    """Numbers of any dtype come back in it and close by, at 8 bits; nothing comes back as nothing."""
+    x = tokens(8)[1].to(dtype)
+    x_hat = quantizer.dequantize(quantizer.quantize(x))
+    assert x_hat.dtype == dtype and (x_hat - x).double().abs().max() < 0.6
+    empty = quantizer.quantize(x[..., :0, :])
+    assert quantizer.dequantize(empty).shape == (1, HKV, 0, D) and (empty.nbytes, empty.bits_per_element) == (0, 0.0)

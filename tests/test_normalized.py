@@ -1,10 +1,9 @@
-"""InnerQ: factors per channel, measured or known, and the hybrid grid, each against numpy."""
+"""InnerQ: factors per channel, measured or known, against numpy."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from cache_inputs import HKV, PREFILLS, D, H, bodies_equal, cut, new_cache, run, tokens
+from cache_inputs import HKV, PREFILLS, D, H, bodies_equal, comes_back, cut, new_cache, run, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import small
@@ -187,38 +186,6 @@ def test_pieces_join_only_with_the_same_factors():
         assert same(piece, first)
 
 
-# --- the hybrid grid
-
-def better_of_two(x, bits):
-    """On groups along the last axis: (whether asymmetric, the two sums of |error|, x_hat)."""
-    both = symmetric(x, bits)[1], oracle.uniform(x, bits - 1)[3]
-    off = [np.abs(x_hat - x).sum(-1) for x_hat in both]
-    return off[1] < off[0], off, np.where((off[1] < off[0])[..., None], both[1], both[0])
-
-
-@given(st.sampled_from(["per_token", "per_channel"]), st.integers(2, 5), st.sampled_from([0.0, 0.5, 2.0]),
-       st.integers(0, 999))
-def test_each_group_is_on_the_grid_that_fits_it_better(axis, bits, shift, seed):
-    x = tokens(32, seed=seed)[1] + shift * torch.randn(1, HKV, 1, D, generator=torch.Generator().manual_seed(seed))
-    quantizer, turned = HybridQuantizer(bits, axis, 8), x if axis == "per_token" else x.mT
-    groups = turned.numpy().reshape(*turned.shape[:-1], -1, 8)
-    asymmetric, _, x_hat = better_of_two(groups, bits)
-    stored = quantizer.quantize(x)
-    wanted = torch.from_numpy(x_hat.reshape(turned.shape))
-    close(quantizer.dequantize(stored), wanted if axis == "per_token" else wanted.mT, 1e-12)
-    asymmetric = asymmetric if axis == "per_token" else asymmetric.swapaxes(-1, -2)
-    bits_of = np.unpackbits(stored.parts["mask"].numpy(), axis=-1, count=asymmetric.shape[-1], bitorder="little")
-    assert (bits_of == asymmetric).all() and (stored.minimum.numpy()[~asymmetric] == 0).all()
-
-
-def test_both_grids_are_used_and_a_tie_is_symmetric():
-    x = torch.tensor([[-1.0, 0, 1, 0], [5, 6, 5, 6], [0, 0, 0, 0], [0, 4, 0, 4]])  # the last two: no error either way
-    stored = HybridQuantizer(2, "per_token", 4).quantize(x)
-    assert stored.parts["mask"].tolist() == [[0], [1], [0], [0]]
-    assert stored.minimum.tolist() == [[0], [5], [0], [0]] and stored.scale.tolist() == [[1], [1], [0], [4]]
-    assert stored.codes().tolist() == [[0, 1, 2, 1], [0, 1, 0, 1], [1, 1, 1, 1], [1, 2, 1, 2]]
-
-
 # --- bytes, dtypes, mistakes
 
 @pytest.mark.parametrize(("heads", "channels"), [(2, 128), (3, 64)])
@@ -238,24 +205,15 @@ def test_bytes_are_the_papers(heads, channels):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("quantizer", [
-    NormalizedQuantizer(UniformQuantizer(8, "per_token", 8)), HybridQuantizer(8, "per_token", 8),
-    ScaledQuantizer(UniformQuantizer(8, "per_channel", 8), torch.full((2, 1, 1), 0.3)),
-    HybridQuantizer(8, "per_channel", 8)])
+    NormalizedQuantizer(UniformQuantizer(8, "per_token", 8)),
+    ScaledQuantizer(UniformQuantizer(8, "per_channel", 8), torch.full((2, 1, 1), 0.3))])
 def test_every_dtype_comes_back_and_nothing_is_nothing(quantizer, dtype):
-    x = tokens(8)[1].to(dtype)
-    x_hat = quantizer.dequantize(quantizer.quantize(x))
-    assert x_hat.dtype == dtype and (x_hat - x).double().abs().max() < 0.6
-    empty = quantizer.quantize(x[..., :0, :])
-    assert quantizer.dequantize(empty).shape == (1, HKV, 0, D) and (empty.nbytes, empty.bits_per_element) == (0, 0.0)
+    comes_back(quantizer, dtype)
 
 
 @pytest.mark.parametrize(("call", "says"), [
-    (lambda: HybridQuantizer(1), "hybrid n_bits"),
-    (lambda: HybridQuantizer(2, "per_head"), "axis must be one of"),
     (lambda: NormalizedQuantizer(GRID).quantize(torch.full((2, 8), 1e10)), "factor of 100000 does not fit float16"),
     (lambda: NormalizedQuantizer(GRID).quantize(torch.full((2, 8), np.inf)), "16 of 16 are NaN or inf"),
-    (lambda: HybridQuantizer(2, "per_channel", 8).quantize(torch.ones(1, 9, 4)), "9 is not a multiple of 8"),
-    (lambda: HybridQuantizer(2, "per_channel", 8).quantize(torch.full((1, 8, 4), np.nan)), "32 of 32 are NaN"),
     (lambda: ScaledQuantizer(GRID, torch.zeros(1)).quantize(torch.ones(1, 8)), "once transformed")])
 def test_mistakes_are_one_line(call, says):
     with pytest.raises(KvminiError, match=says) as error:

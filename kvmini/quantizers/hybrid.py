@@ -64,9 +64,9 @@ class HybridQuantizer(Quantizer):
         check_tensor(x)
         x = x.detach()
         symmetric, asymmetric = (grid.quantize(x) for grid in self.grids)
-        off = [(self._split(grid.dequantize(stored)).double() - self._split(x).double()).abs().sum(-1)
+        off = [(self._split(grid.dequantize(stored)).double() - self._split(x).double()).abs().contiguous().sum(-1)
                for grid, stored in zip(self.grids, (symmetric, asymmetric), strict=True)]
-        mask = off[1] < off[0]  # the asymmetric ones, [..., groups]
+        mask = off[1] < off[0]  # the asymmetric ones, [..., groups]; contiguous: a sum's order must not hang on strides
         codes = torch.where(mask[..., None], self._split(asymmetric.codes()), self._split(symmetric.codes()))
         parts = {"packed": pack(axes.join(codes, self.axis, x.shape), self.n_bits),
                  "scale": torch.where(mask, asymmetric.scale, symmetric.scale),

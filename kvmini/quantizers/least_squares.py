@@ -42,8 +42,9 @@ class LeastSquaresQuantizer(UniformQuantizer):
 
     def quantize(self, x: Tensor) -> Stored:
         stored = super().quantize(x)
-        groups = axes.split(x.detach(), self.axis, self.group_size).double()
-        parts, codes = stored.parts, axes.split(stored.codes(), self.axis, self.group_size).double()
+        groups, codes = (axes.split(t, self.axis, self.group_size).double().contiguous()  # one order of sums
+                         for t in (x.detach(), stored.codes()))
+        parts = stored.parts
         best = self._error(groups, codes, parts)
         for _ in range(ROUNDS):
             mean, spread = groups.mean(-1, keepdim=True), codes - codes.mean(-1, keepdim=True)
