@@ -29,7 +29,7 @@ from kvmini.quantizers.base import Quantizer, Stored
 from kvmini.quantizers.uniform import UniformQuantizer
 from kvmini.remat import RematPolicy
 from kvmini.rope import Rope
-from kvmini.store import Side
+from kvmini.side import Side
 from kvmini.tokenizer import Tokenizer
 from kvmini.weights import load_model
 

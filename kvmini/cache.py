@@ -7,16 +7,19 @@ how numbers are stored (quantizers) or when (stores). Next file: `remat.py`, a c
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvmini.attention import View, attention
 from kvmini.errors import KvminiError, count_of
+from kvmini.kernels.decode import can_read, decode
+from kvmini.kernels.source import Seen, Source
 from kvmini.quantizers.base import Stored
 from kvmini.rope import Rope
-from kvmini.store import PREFILLS, ExactStore, QuantizedStore, Side
+from kvmini.side import Side
+from kvmini.store import PREFILLS, ExactStore, QuantizedStore, check_fits
 
 
 @contextmanager
@@ -89,6 +92,7 @@ class KVCache:
     """
 
     pre_rope = False
+    path = "torch"  # how a step reads what is packed, see kernels/decode.py; "readable": dequantized first
 
     def __init__(self, n_layers: int, rope: Rope):
         self.rope = rope
@@ -102,10 +106,13 @@ class KVCache:
         if not alike or q.shape[1] % k.shape[1]:
             raise KvminiError(f"queries {q.dtype} {list(q.shape)} do not fit keys {k.dtype} {list(k.shape)}: "
                               "[B, H, S, D] and [B, Hkv, S, D] with H a multiple of Hkv")
+        rotated = self.rope.apply(q, range(first, first + S))
         keys, values = self.append(layer, k, v, layer_input)
-        return attention(self.rope.apply(q, range(first, first + S)), keys, values, first)
+        if self.path != "readable" and can_read(keys, values, S):
+            return decode(rotated, keys, values, self.path)
+        return attention(rotated, keys, values, first)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> tuple[View, View]:
+    def append(self, layer: int, k: Tensor, v: Tensor, layer_input: Tensor | None = None) -> tuple[Seen, Seen]:
         """Append tokens without attending; returns rotated keys and values as this call's queries see them.
 
         All or nothing: after an error the layer is as it was.
@@ -114,14 +121,14 @@ class KVCache:
         if not alike or not k.is_floating_point() or not k.numel():
             raise KvminiError("keys and values must be alike, floating point, [B, Hkv, S, D] with S >= 1, not "
                               f"{k.dtype} {list(k.shape)} and {v.dtype} {list(v.shape)}")
-        stores, kept, views = self.stores_of(layer), self._kept(layer, k, v, layer_input), []
+        stores, kept, seen = self.stores_of(layer), self._kept(layer, k, v, layer_input), []
         with all_or_nothing(stores):
             for side, store, x in zip(self.sides(), stores, kept, strict=True):
                 try:
-                    views.append(store.append(x))
+                    seen.append(store.append(x))
                 except KvminiError as error:
                     raise KvminiError(f"layer {layer}, {side}: {error}") from None
-            return self._seen(layer, *views)
+            return self._seen(layer, *seen)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values `[B, Hkv, length, D]` as attention sees them now."""
@@ -205,8 +212,10 @@ class KVCache:
         first = self.values[layer].length
         return k if self.pre_rope else self.rope.apply(k, range(first, first + k.shape[-2])), v
 
-    def _seen(self, layer: int, keys: View, values: View) -> tuple[View, View]:
+    def _seen(self, layer: int, keys: Seen, values: Seen) -> tuple[Seen, Seen]:
         """Rotated keys, and values, of what the layer's stores gave back."""
+        if self.pre_rope and isinstance(keys, Source):
+            return replace(keys, rope=self.rope), values
         return keys.map(lambda k: self.rope.apply(k, range(k.shape[-2]))) if self.pre_rope else keys, values
 
     def _exact(self) -> list[Tensor]:
@@ -218,15 +227,6 @@ class KVCache:
     def _elements(self, parts: list[ExactStore | QuantizedStore] | list[Stored]) -> int:
         """Elements of K and V that are held in these."""
         return sum(part.n_elements for part in parts)
-
-
-def check_fits(store: ExactStore | QuantizedStore, x: Tensor) -> None:
-    """Raise KvminiError unless x `[B, Hkv, S, D]` can follow what the store holds."""
-    for old in store.exact_tensors:
-        if (old.shape[:2], old.shape[3], old.dtype) != (x.shape[:2], x.shape[3], x.dtype):
-            B, Hkv, _, D = old.shape
-            raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "
-                              f"{x.dtype} {list(x.shape)}")
 
 
 class QuantizedKVCache(KVCache):

@@ -5,6 +5,7 @@ once, at the end of the row, to a whole byte. At 2 bits a byte holds four codes;
 hold eight. It does not know what the codes mean. Next file: `rounding.py`.
 """
 
+from collections.abc import Iterator
 from math import gcd
 
 import torch
@@ -27,7 +28,7 @@ def pack(codes: Tensor, n_bits: int) -> Tensor:
         [57]
     """
     n = codes.shape[-1]
-    codes_per_word, bytes_per_word = _word(n_bits)
+    codes_per_word, bytes_per_word = word(n_bits)
     codes = F.pad(codes, (0, -n % codes_per_word)).unflatten(-1, (-1, codes_per_word)).long()
     words = (codes << n_bits * torch.arange(codes_per_word, device=codes.device)).sum(-1, keepdim=True)
     packed = (words >> 8 * torch.arange(bytes_per_word, device=codes.device)) & 255
@@ -43,15 +44,33 @@ def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
         >>> unpack(torch.tensor([57], dtype=torch.uint8), n_bits=2, n=4).tolist()
         [1, 2, 3, 0]
     """
-    codes_per_word, bytes_per_word = _word(n_bits)
-    packed = F.pad(packed, (0, -packed.shape[-1] % bytes_per_word)).unflatten(-1, (-1, bytes_per_word))
-    if bytes_per_word > 1:  # a one-byte word is already itself, and stays in fast 8-bit arithmetic
-        packed = (packed.long() << 8 * torch.arange(bytes_per_word, device=packed.device)).sum(-1, keepdim=True)
-    shifts = n_bits * torch.arange(codes_per_word, device=packed.device, dtype=packed.dtype)
-    return ((packed >> shifts) & (2**n_bits - 1)).to(torch.uint8).flatten(-2)[..., :n]
+    return torch.stack(list(planes(packed, n_bits)), dim=-1).flatten(-2)[..., :n]
 
 
-def _word(n_bits: int) -> tuple[int, int]:
-    """The smallest word of whole bytes that holds whole codes: (codes in it, bytes in it)."""
+def planes(packed: Tensor, n_bits: int) -> Iterator[Tensor]:
+    """The codes, one position of their words at a time: what a kernel reads, which never has all of them at once.
+
+    A word is the smallest run of whole bytes that holds whole codes, P of them: one byte at 1, 2, 4 and 8 bits.
+
+    Shapes:
+        packed uint8 `[..., ceil(n * n_bits / 8)]` -> P times uint8 `[..., ceil(n / P)]`; code j is number j // P of
+        plane j % P.
+    Example:
+        >>> [plane.tolist() for plane in planes(torch.tensor([57, 2], dtype=torch.uint8), n_bits=4)]
+        [[9, 2], [3, 0]]
+    """
+    per_word, bytes_per_word = word(n_bits)
+    if rest := packed.shape[-1] % bytes_per_word:
+        packed = F.pad(packed, (0, bytes_per_word - rest))
+    for first in range(0, per_word * n_bits, n_bits):
+        byte, shift = divmod(first, 8)
+        codes = packed[..., byte::bytes_per_word] >> shift if shift else packed[..., byte::bytes_per_word]
+        if shift + n_bits > 8:  # the rest of it is in the next byte
+            codes = codes | packed[..., byte + 1::bytes_per_word] << 8 - shift
+        yield codes & 2**n_bits - 1
+
+
+def word(n_bits: int) -> tuple[int, int]:
+    """The smallest run of whole bytes that holds whole codes: (codes in it, bytes in it)."""
     common = gcd(n_bits, 8)
     return 8 // common, n_bits // common

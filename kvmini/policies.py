@@ -14,8 +14,9 @@ from kvmini.cache import CachePolicy
 from kvmini.calibration import Calibration
 from kvmini.errors import KvminiError
 from kvmini.remat import RematPolicy
+from kvmini.side import Side
 from kvmini.spellings import SIDE, Spelled, number
-from kvmini.store import PREFILLS, Side
+from kvmini.store import PREFILLS
 
 Policy = CachePolicy | RematPolicy
 FOUND = "residual=128,sinks=4,pre-rope"

@@ -14,11 +14,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from kvmini.attention import View
-from kvmini.cache import KVCache, check_fits, check_policy
+from kvmini.cache import KVCache, check_policy
 from kvmini.errors import KvminiError
 from kvmini.quantizers.base import Stored
 from kvmini.rope import Rope
-from kvmini.store import QuantizedStore, Side
+from kvmini.side import Side
+from kvmini.store import QuantizedStore, check_fits
 
 
 @dataclass(frozen=True)

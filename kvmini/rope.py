@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvmini.errors import KvminiError
 
+TABLE = 1024  # positions for which cos and sin are made at once, in a long sequence
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -50,26 +52,37 @@ class Rope:
 
     def apply(self, x: Tensor, positions: range | Tensor) -> Tensor:
         """Rotate each token to its position."""
-        cos, sin = self._cos_sin(x, positions)
-        return self._turn(x, cos, sin)
+        self._check(x, positions)
+        return self.turn(x, *self.cos_sin(positions, x))
 
     def undo(self, x: Tensor, positions: range | Tensor) -> Tensor:
         """Rotate each token back: the inverse of `apply`, up to rounding."""
-        cos, sin = self._cos_sin(x, positions)
-        return self._turn(x, cos, -sin)
+        self._check(x, positions)
+        cos, sin = self.cos_sin(positions, x)
+        return self.turn(x, cos, -sin)
+
+    def cos_sin(self, positions: range | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the angles of each position, `[S, D/2]` each, in the dtype and on the device of `like`."""
+        if not isinstance(positions, range):
+            return _cos_sin_of(self, positions.double(), like.dtype, like.device)
+        if len(positions) < TABLE:
+            return _cos_sin_of_range(self, positions, like.dtype, like.device)
+        first = positions.start // TABLE * TABLE  # a longer table serves the next steps, too
+        table = range(first, -(-positions.stop // TABLE) * TABLE)
+        rows = slice(positions.start - first, positions.stop - first)
+        cos, sin = _cos_sin_of_range(self, table, like.dtype, like.device)
+        return cos[rows], sin[rows]
 
     @staticmethod
-    def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Each pair of channels by its angle."""
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def _cos_sin(self, x: Tensor, positions: range | Tensor) -> tuple[Tensor, Tensor]:
+    def _check(self, x: Tensor, positions: range | Tensor) -> None:
         if x.shape[-1] != self.head_dim or x.shape[-2] != len(positions):
             raise KvminiError(f"RoPE for head_dim {self.head_dim} got a tensor {list(x.shape)} and {len(positions)} "
                               "positions: it needs [..., S, D] and one position per token")
-        if isinstance(positions, range):
-            return _cos_sin_of_range(self, positions, x.dtype, x.device)
-        return _cos_sin_of(self, positions.double(), x.dtype, x.device)
 
 
 def _cos_sin_of(rope: Rope, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,64 +9,19 @@ quantized once, when all its tokens are there, and never again; nothing is padde
 follows from the number of tokens alone, so how a sequence was cut into calls cannot matter. Next file: `cache.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvmini.attention import View
-from kvmini.errors import KvminiError, count_of
-from kvmini.quantizers.base import Quantizer, Stored, check_tensor
+from kvmini.errors import KvminiError
+from kvmini.growing import append, growable
+from kvmini.kernels.source import Source
+from kvmini.quantizers.base import Stored, check_tensor
+from kvmini.side import Side
 
 PREFILLS = ("exact", "streamed", "all")
-
-
-@dataclass(frozen=True)
-class Side:
-    """How keys, or values, are kept: the quantizer, and when it is called.
-
-    `residual_length` (R) recent tokens stay exact; what is older is handed over `flush_length` (F) tokens
-    at a time, by default one block of the quantizer (1 token per_token, G tokens per_channel). So a
-    per_token side keeps R recent tokens, a per_channel side R .. R + G - 1.
-    A callable `quantizer` is given the layer's index and returns that layer's quantizer.
-
-    Raises:
-        KvminiError if R or F is not a whole number, F is no multiple of the block, or the quantizer has no block.
-    Example:
-        >>> from kvmini import Side, UniformQuantizer
-        >>> side = Side(UniformQuantizer(2, "per_channel", 32), residual_length=128)
-        >>> side.flush_of(side.quantizer_of(layer=0))
-        32
-    """
-
-    quantizer: Quantizer | Callable[[int], Quantizer]
-    residual_length: int = 0
-    flush_length: int | None = None
-
-    def __post_init__(self):
-        count_of(self.residual_length, "residual_length", lowest=0)
-        if self.flush_length is not None:
-            count_of(self.flush_length, "flush_length")
-        if isinstance(self.quantizer, Quantizer) or not callable(self.quantizer):
-            self.flush_of(self.quantizer_of(0))
-
-    def quantizer_of(self, layer: int) -> Quantizer:
-        by_layer = callable(self.quantizer) and not isinstance(self.quantizer, Quantizer)
-        quantizer = self.quantizer(layer) if by_layer else self.quantizer
-        if not isinstance(quantizer, Quantizer):
-            raise KvminiError(f"a side needs a kvmini Quantizer (subclass it), not {type(quantizer).__name__}")
-        return quantizer
-
-    def flush_of(self, quantizer: Quantizer) -> int:
-        block = quantizer.block
-        if block is None:
-            raise KvminiError("a cache cannot use a quantizer with block None (per_tensor): its scale would depend on "
-                              "how the sequence was cut into calls; use per_token or per_channel")
-        flush = self.flush_length or block
-        if flush % block:
-            raise KvminiError(f"flush_length {flush} is not a multiple of the quantizer's block of {block} tokens")
-        return flush
 
 
 class ExactStore:
@@ -83,7 +38,7 @@ class ExactStore:
 
     def append(self, x: Tensor) -> View:
         """Append tokens; all queries of the call see everything exactly."""
-        self.tokens = x.clone() if self.tokens is None else torch.cat([self.tokens, x], dim=-2)
+        self.tokens = growable(x.clone()) if self.tokens is None else append(self.tokens, x)
         return View(self.tokens)
 
     def read(self) -> Tensor:
@@ -92,20 +47,19 @@ class ExactStore:
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens; with none left, the store is as new."""
-        self.tokens = self.tokens[..., :n, :].clone() if n else None
+        self.tokens = growable(self.tokens[..., :n, :].clone()) if n else None
 
     def reorder(self, rows: Tensor) -> None:
         """Replace batch row i by row rows[i]."""
-        self.tokens = self.tokens[rows]
+        self.tokens = growable(self.tokens[rows])
 
-    def mark(self) -> int:
-        """What `rewind` needs to undo all appends made since."""
-        return self.length
+    def mark(self) -> Tensor | None:
+        """What `rewind` needs to undo all appends made since: what is handed out never changes."""
+        return self.tokens
 
-    def rewind(self, mark: int) -> None:
+    def rewind(self, mark: Tensor | None) -> None:
         """Be again as at `mark`."""
-        if self.length > mark:
-            self.crop(mark)
+        self.tokens = mark
 
     @property
     def length(self) -> int:
@@ -137,10 +91,11 @@ class QuantizedStore:
         self.sink = self.window = None
         self.dropped: list[range] = []  # slots of the body that `crop` cut out of a group
 
-    def append(self, x: Tensor) -> View:
+    def append(self, x: Tensor) -> View | Source:
         """Append exact tokens, hand over what leaves the window, and return what the call's queries see.
 
-        One token, or prefill "exact": all queries see the store as it was, and the new tokens exactly.
+        One token, or prefill "exact": all queries see the store as it was, and the new tokens exactly; what they see
+        is a `Source` then, which a kernel reads where it lies.
         "streamed": each query sees what it would see if tokens came one at a time.
         "all": everything dequantized but the sinks and a last part that fills no block. (For tables only: an
         early query sees a per_channel group whose scale later tokens have set.)
@@ -148,26 +103,30 @@ class QuantizedStore:
         check_tensor(x)
         if self.body is None:
             self.sink = self.window = x[..., :0, :].detach().clone()
-            self.body = self.quantizer.quantize(self.window)
+            self._keep(self.quantizer.quantize(self.window))
         first, end, least = self.length, self.sinks + self._n_live, self._least
         self._take_in(x)
         mode = "exact" if x.shape[-2] == 1 else self.prefill
         if mode == "all":
             self._hand_over()
             return View(self._read_all())
-        before = self.read()
+        before = self.source()
         self._hand_over()
         if mode == "exact":
-            return View(before)
+            return before
         # `end`: where the body ended before this call. A query with `already` tokens before it sees as stored what
         # would have been handed over by then, a multiple of `flush`.
         already = first + torch.arange(x.shape[-2], device=x.device)
         more = (already - end - self.residual).clamp(min=0) // self.flush * self.flush
-        return View(before, self.read(), end + more.where(more >= least, 0))
+        return View(before.read(), self.read(), end + more.where(more >= least, 0))
 
     def read(self) -> Tensor:
         """The live tokens as a query sees them now: body dequantized, sinks and window exact."""
-        return torch.cat([self.sink, self._read_body(), self.window], dim=-2)
+        return self.source().read()
+
+    def source(self) -> Source:
+        """The same where they lie. What it holds never changes, whatever is appended later."""
+        return Source(self.quantizer, self.body, self.sink, self.window, self._live_slots() if self.dropped else None)
 
     def crop(self, n: int) -> None:
         """Keep the first n tokens. A group that n cuts stays whole, its dropped slots marked."""
@@ -178,7 +137,7 @@ class QuantizedStore:
         if n_body < self._n_live:
             slots = int(self._live_slots()[n_body - 1]) + 1 if n_body else 0
             blocks = -(-slots // self.quantizer.block)
-            self.body = self.quantizer.take(self.body, blocks=blocks)
+            self._keep(self.quantizer.take(self.body, blocks=blocks))
             cut = range(slots, self.body.n_tokens)
             self.dropped = [*(older for older in self.dropped if older.stop <= slots), *([cut] if cut else [])]
         self.sink = self.sink[..., :n, :].clone()
@@ -186,7 +145,7 @@ class QuantizedStore:
     def reorder(self, rows: Tensor) -> None:
         """Replace batch row i by row rows[i], packed part and exact parts alike."""
         self.sink, self.window = self.sink[rows], self.window[rows]
-        self.body = self.quantizer.take(self.body, rows=rows)
+        self._keep(self.quantizer.take(self.body, rows=rows))
 
     def mark(self) -> tuple:
         """What `rewind` needs to undo all appends made since: references, for nothing here is changed in place."""
@@ -228,16 +187,17 @@ class QuantizedStore:
             live[slots.start:slots.stop] = False
         return live.nonzero()[:, 0]
 
-    def _read_body(self) -> Tensor:
-        x = self.quantizer.dequantize(self.body)
-        return x[..., self._live_slots(), :] if self.dropped else x
+    def _keep(self, body: Stored) -> None:
+        self.body = body
+        for part in body.parts.values():
+            growable(part)
 
     def _read_all(self) -> Tensor:
         """What "all" shows: the window quantized too, as far as it fills blocks."""
         n = self.window.shape[-2] // self.quantizer.block * self.quantizer.block
-        older = self.quantizer.dequantize(self.quantizer.extend(self.body, self.window[..., :n, :]))
-        older = older[..., self.body.n_tokens:, :]
-        return torch.cat([self.sink, self._read_body(), older, self.window[..., n:, :]], dim=-2)
+        both = self.quantizer.dequantize(self.quantizer.extend(self.body, self.window[..., :n, :]))
+        older = both[..., self.body.n_tokens:, :]
+        return torch.cat([replace(self.source(), window=older).read(), self.window[..., n:, :]], dim=-2)
 
     def _take_in(self, x: Tensor) -> None:
         room = self.sinks - self.sink.shape[-2]
@@ -248,5 +208,14 @@ class QuantizedStore:
     def _hand_over(self) -> None:
         n = max(0, self.window.shape[-2] - self.residual) // self.flush * self.flush
         if n and n >= self._least:
-            self.body = self.quantizer.extend(self.body, self.window[..., :n, :])
+            self._keep(self.quantizer.extend(self.body, self.window[..., :n, :]))
             self.window = self.window[..., n:, :].clone()
+
+
+def check_fits(store: ExactStore | QuantizedStore, x: Tensor) -> None:
+    """Raise KvminiError unless x `[B, Hkv, S, D]` can follow what the store holds."""
+    for old in store.exact_tensors:
+        if (old.shape[:2], old.shape[3], old.dtype) != (x.shape[:2], x.shape[3], x.dtype):
+            B, Hkv, _, D = old.shape
+            raise KvminiError(f"the cache holds {old.dtype} [{B}, {Hkv}, T, {D}] and cannot take "
+                              f"{x.dtype} {list(x.shape)}")

@@ -67,7 +67,7 @@ def test_what_kvmini_itself_does_not_promise():
     """Frozen: a law that is given up shows here."""
     given_up = {name: offer(kind, name).does_not_promise for kind, name in OURS.items()}
     assert given_up == {"kvmini:UniformQuantizer": {}, "kvmini:QuantizedKVCache": {},
-                        "kvmini.laws.consumers:readable_kernel": {}, "kvmini:Rope": {}, "kvmini.packing": {}}
+                        "kvmini.kernels.decode:decode": {}, "kvmini:Rope": {}, "kvmini.packing": {}}
 
 
 # --- what a verdict says
@@ -144,7 +144,7 @@ def test_what_is_no_quantizer_is_refused_in_a_line(factory, says):
 def test_a_rope_without_undo_is_not_blamed_for_it():
     class Forward:
         apply = Rope.apply
-        _turn, _cos_sin = staticmethod(Rope._turn), Rope._cos_sin
+        turn, cos_sin, _check = staticmethod(Rope.turn), Rope.cos_sin, Rope._check
 
         def __init__(self, head_dim, base):
             self.head_dim, self.base, self.factors = head_dim, base, None

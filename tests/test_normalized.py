@@ -153,7 +153,7 @@ def test_after_a_crop_to_nothing_stored_factors_are_measured_anew(n):
         fresh.append(0, k[..., :n, :], v[..., :n, :])
     for c in (cache, fresh):
         c.append(0, 9 * k2[..., n:, :], v2[..., n:, :])
-    assert same(cache.keys[0].body, fresh.keys[0].body) and cache.nbytes == fresh.nbytes == cache.capacity_nbytes
+    assert same(cache.keys[0].body, fresh.keys[0].body) and cache.nbytes == fresh.nbytes <= cache.capacity_nbytes
     close(cache.read(0)[0], fresh.read(0)[0])
 
 

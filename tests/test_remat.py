@@ -137,7 +137,7 @@ def test_crop_is_as_if_less_had_been_fed_and_reorder_moves_rows():
         cache.crop(25)
         cache.reorder(rows)
         logits(model, ids[rows, :25], plain, [25])
-        assert cache.nbytes == plain.nbytes == cache.capacity_nbytes and cache.positions == range(25)
+        assert cache.nbytes == plain.nbytes <= cache.capacity_nbytes and cache.positions == range(25)
         more = logits(model, ids[rows, 25:], cache, [1] * 15)
         close(more, logits(model, ids[rows, 25:], plain, [1] * 15))
         assert ((more - exact).abs().max() > 1e-3) == lost
@@ -164,7 +164,7 @@ def test_bytes_are_the_closed_form_and_bits_are_those_of_keys_and_values(n_bits,
     for layer in range(3):
         cache.append(layer, *torch.randn(2, 2, heads, 20, 64), torch.randn(2, 20, hidden))
     body, sinks = 3 * 2 * 16 * (hidden * n_bits // 8 + 4 * hidden // G), 3 * 2 * 4 * hidden
-    assert cache.nbytes == cache.capacity_nbytes == body + 4 * sinks
+    assert cache.nbytes == body + 4 * sinks <= cache.capacity_nbytes
     assert cache.body_bits_per_element == bits
     assert cache.bits_per_element_at(16) == (8 * body + 16 * sinks) / (3 * 2 * 20 * 2 * heads * 64)
     assert cache.bits_per_element == (8 * body + 32 * sinks) / (3 * 2 * 20 * 2 * heads * 64)

@@ -184,7 +184,7 @@ def test_how_a_sequence_is_cut_does_not_change_what_a_cache_stores(grouped, sink
     for cache, sizes in ((whole, [40]), (pieces, cut(40, seed))):
         for part in zip(k.split(sizes, dim=-2), v.split(sizes, dim=-2), strict=True):
             cache.append(0, *part)
-    assert bodies_equal(whole, pieces) and whole.nbytes == pieces.nbytes == whole.capacity_nbytes
+    assert bodies_equal(whole, pieces) and whole.nbytes == pieces.nbytes <= whole.capacity_nbytes
     k_hat, v_hat = whole.read(0)
     pieces.crop(20)
     pieces.reorder([2, 0, 0])

@@ -53,7 +53,7 @@ def test_a_named_policy_stores_the_same_however_its_calls_are_cut(name, known):
     for a, b in zip(whole.stores(), pieces.stores(), strict=True):
         assert a.body.n_tokens == b.body.n_tokens > 0
         assert all(torch.equal(part, b.body.parts[part_name]) for part_name, part in a.body.parts.items())
-    assert whole.nbytes == pieces.nbytes == pieces.capacity_nbytes
+    assert whole.nbytes == pieces.nbytes <= pieces.capacity_nbytes
     before = whole.read(1)
     pieces.crop(290)
     pieces.reorder([1])

@@ -15,7 +15,7 @@ from kvmini.experiments.flips import findings as of_policies
 from kvmini.experiments.run import Result, Row, Run
 from kvmini.policies import Policy, get
 from kvmini.quantizers.exact import ExactQuantizer
-from kvmini.store import Side
+from kvmini.side import Side
 
 DRAWS = 2000  # of the bootstrap
 

@@ -20,7 +20,7 @@ from kvmini.laws.law import Broken, called, demand, law, within
 from kvmini.laws.memory import reachable_nbytes
 from kvmini.laws.offers import LAYERS, CacheOffer
 from kvmini.rope import Rope
-from kvmini.store import Side
+from kvmini.side import Side
 
 
 @dataclass(frozen=True, eq=False)

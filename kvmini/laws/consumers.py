@@ -1,7 +1,7 @@
 """Laws of where keys and values are used: errors of scores and outputs, and kernels that read packed codes.
 
 A kernel under test is `kernel(q, keys, values)`: causal grouped-query attention of the last S tokens, already
-rotated, over two `Source`s. Next file: `packers.py`.
+rotated, over two `Source`s (`kernels/source.py`), whose keys may be stored before RoPE. Next file: `packers.py`.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvmini.attention import View, attention
+from kvmini.kernels.source import Source
 from kvmini.laws.cases import Case, cases
 from kvmini.laws.law import called, law, within
-from kvmini.quantizers.base import Stored
 from kvmini.quantizers.uniform import UniformQuantizer
 from kvmini.rope import Rope
 
@@ -75,18 +75,6 @@ def _off_by(case: Case, what: str, exact: Tensor, got: Tensor, bound: Tensor, ma
 
 # --- kernels
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Keys or values as a kernel finds them: what was stored, then the recent tokens that are exact."""
-
-    quantizer: UniformQuantizer
-    stored: Stored
-    recent: Tensor
-
-    def read(self) -> Tensor:
-        return torch.cat([self.quantizer.dequantize(self.stored), self.recent], dim=-2)
-
-
 def readable_kernel(q: Tensor, keys: Source, values: Source) -> Tensor:
     """The plain path: everything dequantized, then attention."""
     k, v = keys.read(), values.read()
@@ -95,7 +83,7 @@ def readable_kernel(q: Tensor, keys: Source, values: Source) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One decode step: S queries at the end of T tokens, of which the first are stored."""
+    """One decode step: S rotated queries at the end of T tokens, most of them stored."""
 
     kernel: Callable[[Tensor, Source, Source], Tensor]
     q: Tensor
@@ -103,10 +91,11 @@ class Step:
     values: Source
 
     def __str__(self) -> str:
-        key, value = (f"{s.stored.n_tokens} tokens {s.quantizer.axis} {s.quantizer.n_bits} bits"
-                      f"{' symmetric' if s.quantizer.symmetric else ''} and {s.recent.shape[-2]} exact"
+        key, value = (f"{s.parts[0]} exact, {s.parts[1]} {s.quantizer.axis} {s.quantizer.n_bits} bits"
+                      f"{' symmetric' if s.quantizer.symmetric else ''}, {s.parts[2]} exact"
                       for s in (self.keys, self.values))
-        return f"{self.q.dtype} q {list(self.q.shape)}, keys {key}, values {value}"
+        rope = " before RoPE" if self.keys.rope else ""
+        return f"{self.q.dtype} q {list(self.q.shape)}, keys{rope} {key}, values {value}"
 
 
 @st.composite
@@ -126,10 +115,15 @@ def steps(draw, offer, variant: str) -> Step:
                                      draw(st.sampled_from(["per_token", "per_channel"])), 8, symmetric=not even)
         x = normal(B, Hkv, T, D) * size
         x[..., 3] *= 10
-        n = draw(st.integers(0, T)) // quantizer.block * quantizer.block
-        return Source(quantizer, quantizer.quantize(x[..., :n, :]), x[..., n:, :])
+        sink = draw(st.integers(0, min(T, 3)))
+        n = draw(st.integers(0, T - sink)) // quantizer.block * quantizer.block
+        sink, body, window = x.split([sink, n, T - sink - n], dim=-2)
+        return Source(quantizer, quantizer.quantize(body), sink, window, rope=rope)
 
-    keys, values = source(large), source(1.0)
+    rope = draw(st.sampled_from([None, Rope(D)]))
+    keys = source(large)
+    rope = None
+    values = source(1.0)
     return Step(offer.factory, normal(B, Hkv * shared, draw(st.integers(1, min(T, 3))), D), keys, values)
 
 
@@ -138,8 +132,9 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, u: float) -> tuple[Tensor, 
     off in a type whose ulp of 1 is u).
 
     Math:
-        A score sums D products; a scale folded into the query makes terms of up to 3 |k|. So it is off by at most
-        d = (D + 4) u 3 sum |q||k|, a weight then by e^(2d) - 1 + (T + 8) u of itself, the output by T u more.
+        A score sums D products; a scale folded into the query makes terms of up to 3 |k|, and a key turned by RoPE in
+        the same type is off by 3 u sqrt(2) |k|. So it is off by at most d = (D + 4) u 3 sum |q||k|, a weight then by
+        e^(2d) - 1 + (T + 8) u of itself, the output by T u more.
     """
     q, k, v = q.double(), k.double(), v.double()
     (_, H, S, D), (Hkv, T) = q.shape, k.shape[1:3]

@@ -19,7 +19,7 @@ from kvmini.laws.law import Law, numbers
 from kvmini.quantizers.base import FLOATS
 from kvmini.quantizers.uniform import UniformQuantizer
 from kvmini.rope import Rope
-from kvmini.store import Side
+from kvmini.side import Side
 
 GROUPS = (8, 32, 5)
 LAYERS = 2

@@ -14,7 +14,7 @@ from kvmini.laws.public import ADAPTERS
 from kvmini.spellings import load_factory
 
 OURS = {"quantizer": "kvmini:UniformQuantizer", "cache": "kvmini:QuantizedKVCache",
-        "kernel": "kvmini.laws.consumers:readable_kernel", "rope": "kvmini:Rope", "packer": "kvmini.packing"}
+        "kernel": "kvmini.kernels.decode:decode", "rope": "kvmini:Rope", "packer": "kvmini.packing"}
 VARIABLES = {kind: f"KVMINI_{kind.upper()}" for kind in OURS}
 VARIABLES["cache"] = "KVMINI_KV_CACHE"  # KVMINI_CACHE is the folder of the model
 OFFERS = {"quantizer": QuantizerOffer, "cache": CacheOffer, "rope": RopeOffer}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvmini.errors import KvminiError
+from kvmini.growing import append
 from kvmini.packing import unpack
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,7 +106,7 @@ class Quantizer(ABC):
     def cat(self, a: Stored, b: Stored) -> Stored:
         """Two stored pieces as one, b's tokens after a's."""
         self._check_block()
-        parts = {name: torch.cat([part, b.parts[name]], dim=-2) for name, part in a.parts.items()}
+        parts = {name: append(part, b.parts[name]) for name, part in a.parts.items()}
         return replace(a, parts=parts, shape=(*a.shape[:-2], a.n_tokens + b.n_tokens, a.shape[-1]))
 
     def take(self, stored: Stored, rows: Tensor | None = None, blocks: int | None = None) -> Stored:

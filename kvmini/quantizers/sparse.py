@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvmini.errors import KvminiError
+from kvmini.growing import append
 from kvmini.quantizers.base import Stored, check_tensor
 from kvmini.quantizers.transformed import INSIDE, WrappedQuantizer, merge, unmerge, wide, wide_dtype
 
@@ -74,7 +75,7 @@ class SparseQuantizer(WrappedQuantizer):
     def cat(self, a: Stored, b: Stored) -> Stored:
         both = [[*pair] for pair in zip(self._by_row(a), self._by_row(b), strict=True)]
         dense = self.inner.cat(self._dense(a), self._dense(b))
-        counts = torch.cat([a.parts["counts"], b.parts["counts"]], dim=-2)
+        counts = append(a.parts["counts"], b.parts["counts"])
         return self._join(dense, [part for pair in both for part in pair], counts)
 
     def take(self, stored: Stored, rows: Tensor | None = None, blocks: int | None = None) -> Stored:

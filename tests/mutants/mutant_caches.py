@@ -6,6 +6,7 @@ import torch
 
 from kvmini import QuantizedKVCache, Rope
 from kvmini.attention import View, attention
+from kvmini.kernels.source import Source
 from kvmini.store import QuantizedStore
 
 
@@ -70,7 +71,8 @@ class QuantizedAgain(Store):
 
     def _hand_over(self):
         if n := self._due():
-            x = torch.cat([self._read_body().half().to(self.window.dtype), self.window[..., :n, :]], dim=-2)
+            body = replace(self.source(), sink=self.sink[..., :0, :], window=self.sink[..., :0, :]).read()
+            x = torch.cat([body.half().to(self.window.dtype), self.window[..., :n, :]], dim=-2)
             self.body, self.window, self.dropped = self.quantizer.quantize(x), self.window[..., n:, :].clone(), []
 
 
@@ -150,23 +152,19 @@ class StreamedOffByOne(Store):
         view = super().append(x)
         already = first + 1 + torch.arange(x.shape[-2])
         boundary = end + (already - end - self.residual).clamp(min=0) // self.flush * self.flush
-        return view if view.boundary is None else replace(view, boundary=boundary)
+        return replace(view, boundary=boundary) if getattr(view, "boundary", None) is not None else view
 
 
 @in_a_cache
 class BodyReadsAsZeros(Store):
     """Attention reads the body from a buffer that nobody fills; only `read` is right."""
 
-    attending = False
-
     def append(self, x):
-        self.attending = True
-        view = super().append(x)
-        self.attending = False
-        return view
-
-    def _read_body(self):
-        return super()._read_body() * (not self.attending)
+        seen = super().append(x)
+        if not isinstance(seen, Source):
+            return seen
+        zeros = {name: torch.zeros_like(part) for name, part in seen.body.parts.items()}
+        return replace(seen, body=replace(seen.body, parts=zeros))
 
 
 class PositionsOfTheCall(QuantizedKVCache):

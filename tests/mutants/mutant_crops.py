@@ -3,6 +3,7 @@
 from mutant_caches import Store, in_a_cache
 
 from kvmini import QuantizedKVCache
+from kvmini.kernels.source import Source
 
 
 @in_a_cache
@@ -31,9 +32,10 @@ class KeepsTheCallersTensor(Store):
 class KeepsWhatItRead(Store):
     """The dequantized body is kept for the next step."""
 
-    def _read_body(self):
-        self.copy = super()._read_body()
-        return self.copy
+    def append(self, x):
+        seen = super().append(x)
+        self.copy = seen.read() if isinstance(seen, Source) else seen.tokens
+        return seen
 
 
 class WindowNotBilled(QuantizedKVCache):

@@ -63,7 +63,7 @@ def heads_interleaved(q, keys, values):
 
 def two_softmaxes(q, keys, values):
     """Stored and recent tokens are each weighted to 1, and added."""
-    k, v, n = keys.read(), values.read(), keys.stored.n_tokens
+    k, v, n = keys.read(), values.read(), keys.parts[0] + keys.parts[1]
     s = scores(q, k)
     parts = [s[..., part].softmax(-1).nan_to_num() @ heads(v, q)[..., part, :] for part in (slice(n), slice(n, None))]
     return parts[0] + parts[1]
@@ -71,16 +71,16 @@ def two_softmaxes(q, keys, values):
 
 def first_scale(q, keys, values):
     """One scale is folded into the query: that of the first group along the tokens."""
-    stored = keys.stored
+    stored = keys.body
     first = {"scale": stored.scale[..., :1, :].expand_as(stored.scale)}
-    return attend(q, replace(keys, stored=replace(stored, parts={**stored.parts, **first})).read(), values.read())
+    return attend(q, replace(keys, body=replace(stored, parts={**stored.parts, **first})).read(), values.read())
 
 
 def minimum_forgotten(q, keys, values):
     """code * scale without its minimum, which "cancels in the softmax": not for values."""
-    stored = values.stored
+    stored = values.body
     minimum = {} if stored.minimum is None else {"minimum": torch.zeros_like(stored.minimum)}
-    return attend(q, keys.read(), replace(values, stored=replace(stored, parts={**stored.parts, **minimum})).read())
+    return attend(q, keys.read(), replace(values, body=replace(stored, parts={**stored.parts, **minimum})).read())
 
 
 def half_precision(q, keys, values):
@@ -94,13 +94,34 @@ def exp_without_max(q, keys, values):
     return weights / weights.sum(-1, keepdim=True) @ heads(values.read(), q)
 
 
-def recent_forgotten(q, keys, values):
-    """The body alone is read as soon as there is one."""
-    k, v = ((x.quantizer.dequantize(x.stored) if x.stored.n_tokens else x.recent) for x in (keys, values))
+def window_forgotten(q, keys, values):
+    """Sink and body alone are read as soon as there is a body."""
+    k, v = (x.read()[..., :sum(x.parts[:2]) if x.parts[1] else None, :] for x in (keys, values))
     T = min(k.shape[-2], v.shape[-2])
     return (q @ heads(k, q)[..., :T, :].mT / sqrt(q.shape[-1])).softmax(-1) @ heads(v, q)[..., :T, :]
 
 
+def sink_forgotten(q, keys, values):
+    """The first tokens are not read where the body can be read alone."""
+    n = keys.parts[0] if keys.parts[0] == values.parts[0] and keys.length > keys.parts[0] + q.shape[-2] else 0
+    return attend(q, keys.read()[..., n:, :], values.read()[..., n:, :])
+
+
+def not_turned(q, keys, values):
+    """Keys that were stored before RoPE meet the query as they are."""
+    return attend(q, replace(keys, rope=None).read(), values.read())
+
+
+def turned_from_zero(q, keys, values):
+    """The body's first token is turned as if it stood at position 0, although sinks stand before it."""
+    k = keys.read()
+    if keys.rope is not None:
+        n, body = keys.parts[0], keys.quantizer.dequantize(keys.body)
+        k = torch.cat([k[..., :n, :], keys.rope.apply(body, range(body.shape[-2])), k[..., n + body.shape[-2]:, :]], -2)
+    return attend(q, k, values.read())
+
+
 KILLED_BY = dict.fromkeys([
     not_divided, divided_in_place, square_mask, last_token_masked, zero_for_masked, heads_interleaved, two_softmaxes,
-    first_scale, minimum_forgotten, half_precision, exp_without_max, recent_forgotten], "L16")
+    first_scale, minimum_forgotten, half_precision, exp_without_max, window_forgotten, sink_forgotten, not_turned,
+    turned_from_zero], "L16")

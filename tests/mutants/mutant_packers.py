@@ -80,7 +80,7 @@ class Interleaved(Rope):
     """Pairs (2c, 2c + 1), as in GGUF files, in a model whose pairs are (c, c + D/2)."""
 
     @staticmethod
-    def _turn(x, cos, sin):
+    def turn(x, cos, sin):
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
@@ -94,7 +94,7 @@ class UndoTurnsOn(Rope):
 class Float32Angles(Rope):
     """Angles in float32: at position 2^20 they are off by 0.06."""
 
-    def _cos_sin(self, x, positions):
+    def cos_sin(self, positions, x):
         theta = self.base ** (-torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
         angle = torch.tensor(positions, dtype=torch.float32)[:, None] * theta
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -103,14 +103,14 @@ class Float32Angles(Rope):
 class Float16Table(Rope):
     """cos and sin are kept in float16 (a model cast as a whole)."""
 
-    def _cos_sin(self, x, positions):
-        return tuple(table.half().to(x.dtype) for table in super()._cos_sin(x, positions))
+    def cos_sin(self, positions, x):
+        return tuple(table.half().to(x.dtype) for table in super().cos_sin(positions, x))
 
 
 class OddExponent(Rope):
     """base^(-(2c+1)/D)."""
 
-    def _cos_sin(self, x, positions):
+    def cos_sin(self, positions, x):
         theta = self.base ** (-torch.arange(1, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
         angle = torch.tensor(positions, dtype=torch.float64)[:, None] * theta
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -119,15 +119,15 @@ class OddExponent(Rope):
 class FirstIsOne(Rope):
     """Positions are counted from 1."""
 
-    def _cos_sin(self, x, positions):
-        return super()._cos_sin(x, range(positions.start + 1, positions.stop + 1))
+    def cos_sin(self, positions, x):
+        return super().cos_sin(range(positions.start + 1, positions.stop + 1), x)
 
 
 class HalfOfTheHead(Rope):
     """Only the first half of the pairs is turned (a partial rotary factor read from another model)."""
 
-    def _cos_sin(self, x, positions):
-        cos, sin = (table.clone() for table in super()._cos_sin(x, positions))
+    def cos_sin(self, positions, x):
+        cos, sin = (table.clone() for table in super().cos_sin(positions, x))
         cos[..., self.head_dim // 4:], sin[..., self.head_dim // 4:] = 1, 0
         return cos, sin
 
@@ -135,8 +135,8 @@ class HalfOfTheHead(Rope):
 class TableTooShort(Rope):
     """cos and sin for 2048 positions; later ones take the last."""
 
-    def _cos_sin(self, x, positions):
-        return super()._cos_sin(x, torch.tensor(positions).clamp(max=2047))
+    def cos_sin(self, positions, x):
+        return super().cos_sin(torch.tensor(positions).clamp(max=2047), x)
 
 
 class TurnedInPlace(Rope):

@@ -173,7 +173,7 @@ class ComplexRope:
 
 def merged(q, keys, values):
     """Stored and recent tokens apart, merged by their largest scores (flash attention)."""
-    s, v, n = scores(q, keys.read()), heads(values.read(), q), values.stored.n_tokens
+    s, v, n = scores(q, keys.read()), heads(values.read(), q), sum(values.parts[:2])
     top, total, out = torch.full_like(s[..., :1], -1e30), 0, 0
     for part in (slice(n), slice(n, None)):
         if v[..., part, :].shape[-2]:
