@@ -5,7 +5,7 @@ in groups that share one key/value head (grouped-query attention); nothing is re
 
 A `View` is one side (keys or values) as the queries of one call see it. It exists because a query of a
 long call must be able to see a token exactly although a later query of the same call sees it stored.
-Next file: `store.py`, which makes views.
+Next file: `side.py`.
 """
 
 from collections.abc import Callable

@@ -70,6 +70,17 @@ def planes(packed: Tensor, n_bits: int) -> Iterator[Tensor]:
         yield codes & 2**n_bits - 1
 
 
+def by_plane(x: Tensor, n_bits: int) -> Tensor:
+    """Numbers in the order of `planes`: `[..., n]` -> `[P, ..., ceil(n / P)]`, filled up with zeros.
+
+    Example:
+        >>> by_plane(torch.arange(1, 6), n_bits=4).tolist()
+        [[1, 3, 5], [2, 4, 0]]
+    """
+    P = word(n_bits)[0]
+    return F.pad(x, (0, -x.shape[-1] % P)).unflatten(-1, (-1, P)).movedim(-1, 0).contiguous()
+
+
 def word(n_bits: int) -> tuple[int, int]:
     """The smallest run of whole bytes that holds whole codes: (codes in it, bytes in it)."""
     common = gcd(n_bits, 8)

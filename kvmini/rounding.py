@@ -3,7 +3,7 @@
 A stored minimum that was rounded up, or a stored scale that was rounded down, leaves the ends of its
 group outside the grid; that breaks the half-step bound. Torch only rounds to nearest (and from float64
 to 16 bits it rounds twice), so the direction is mended here, one neighbour at a time.
-Next file: `quantizers/base.py`.
+Next file: `growing.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """How one side (keys or values) is kept: a quantizer, and when it is given what.
 
-Next file: `store.py`, where it happens.
+Next file: `kernels/source.py`, what can be read of it; it happens in `store.py`.
 """
 
 from collections.abc import Callable

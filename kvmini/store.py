@@ -6,7 +6,8 @@
 A side has a store in every layer: `ExactStore` keeps everything, `QuantizedStore` is the picture above.
 It decides when tokens are handed to their quantizer; it knows nothing of grids. A group is
 quantized once, when all its tokens are there, and never again; nothing is padded. What is handed over
-follows from the number of tokens alone, so how a sequence was cut into calls cannot matter. Next file: `cache.py`.
+follows from the number of tokens alone, so how a sequence was cut into calls cannot matter.
+Next file: `kernels/twin.py`.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """One step of attention from a compressed cache: scores of three parts, one softmax, weights given back to three parts.
 
 Keys and values each have their own sink, body and window, and those need not end at the same tokens. What a kernel
-is asked for is the two sums over a body; `PATHS` names who can do them. Next file: `kernels/compiled.py`.
+is asked for is the two sums over a body; `PATHS` names who can do them. Next file: `cache.py`.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmini.kernels import twin
+from kvmini.kernels import compiled, twin
 from kvmini.kernels.source import Grid, Seen, Source
 from kvmini.rope import Rope
 
@@ -26,7 +26,8 @@ class Kernel:
     rotated_scores: Callable[[Tensor, Grid, Rope, int], Tensor]
 
 
-PATHS = {"torch": Kernel(twin.scores, twin.averages, twin.rotated_scores)}
+PATHS = {"torch": Kernel(twin.scores, twin.averages, twin.rotated_scores),
+         "compiled": Kernel(compiled.scores, compiled.averages, compiled.rotated_scores)}
 
 
 def can_read(keys: Seen, values: Seen, S: int) -> bool:

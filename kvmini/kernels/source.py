@@ -3,7 +3,7 @@
     | sink, exact | packed body: codes, scales, minimums | window, exact |
 
 The plain way is `read`: dequantize the body, put the three together, attend. A kernel attends without making that
-tensor. Next file: `kernels/twin.py`, the kernel to read first.
+tensor. The kernel to read first is `kernels/twin.py`. Next file: `store.py`.
 """
 
 from collections.abc import Callable

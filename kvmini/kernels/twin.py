@@ -11,15 +11,15 @@ scales go to what the plane is multiplied with:
 Keys stored before RoPE are different: each token's key must be turned before it meets the query, so their scales fold
 into nothing. They are made a few hundred tokens at a time.
 
-Both functions here know a body only; sinks, window and the softmax over all are `kernels/decode.py`, the next file.
+The functions here know a body only; sinks, window and the softmax over all are `kernels/decode.py`.
+Next file: `kernels/compiled.py`.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvmini.kernels.source import Grid
-from kvmini.packing import planes, word
+from kvmini.packing import by_plane, planes
 from kvmini.rope import Rope
 
 CHUNK = 512  # tokens of keys before RoPE that are made at once
@@ -90,9 +90,8 @@ def rotated_scores(q: Tensor, body: Grid, rope: Rope, first: int) -> Tensor:
 
 def _rows_dot_codes(rows: Tensor, code: Tensor, n_bits: int) -> Tensor:
     """rows `[..., R, C]`, codes `[..., t, bytes of C codes]` -> `[..., R, t]`"""
-    P = word(n_bits)[0]
-    rows = F.pad(rows, (0, -rows.shape[-1] % P)).unflatten(-1, (-1, P))  # codes that only fill up a word count 0
-    return sum((plane.to(rows.dtype) @ rows[..., p].mT for p, plane in enumerate(planes(code, n_bits)))).mT
+    pairs = zip(by_plane(rows, n_bits), planes(code, n_bits), strict=True)
+    return sum(plane.to(rows.dtype) @ rows.mT for rows, plane in pairs).mT
 
 
 def _codes_by_rows(rows: Tensor, code: Tensor, n_bits: int) -> Tensor:
